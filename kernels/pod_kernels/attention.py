@@ -1,0 +1,101 @@
+"""The public entry to shared-score attention: one signature, several backends that agree."""
+
+import difflib
+import os
+
+from torch import Tensor
+
+from pod_kernels import composed, reference
+
+BACKENDS = {"reference": reference.shared_score_attention, "composed": composed.shared_score_attention}
+BACKEND_VARIABLE = "POD_ATTENTION_BACKEND"
+
+
+def resolve_backend(backend: str, *, packed: bool = False) -> str:
+    """The name of the backend that will run.
+
+    Args:
+        backend: "auto" or a key of `BACKENDS`. "auto" is what the environment variable POD_ATTENTION_BACKEND names, if
+            it is set.
+        packed: whether document_ids are given; "auto" then means "reference".
+
+    Raises:
+        ValueError: no such backend; names the closest one and lists all.
+    """
+    source = "backend"
+    if backend == "auto":
+        source, backend = BACKEND_VARIABLE, os.environ.get(BACKEND_VARIABLE) or "auto"
+    if backend == "auto":
+        return "reference" if packed else "composed"
+    if backend not in BACKENDS:
+        names = ["auto", *BACKENDS]
+        closest = difflib.get_close_matches(str(backend), names, n=1, cutoff=0.5)
+        hint = f"did you mean {closest[0]!r}? " if closest else ""
+        raise ValueError(f"{source} {backend!r} does not exist: {hint}valid are {', '.join(map(repr, names))}")
+    return backend
+
+
+def shared_score_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_distant: Tensor | None = None,
+    k_distant: Tensor | None = None,
+    *,
+    sink_size: int,
+    recent_size: int,
+    scale: float | None = None,
+    lengths: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    return_lse: bool = False,
+    return_gate: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, ...]:
+    """Causal attention whose distant logits come from another layer's queries and keys.
+
+    PoD, arXiv 2412.02252, Eq. 3 and 4. For a query at position i and a key at position j <= i of the same sequence,
+    the pair is proximal when j < sink_size or i - j < recent_size, and distant otherwise:
+
+        logit(i, j) = q(i) . k(j) * scale                       proximal
+                      q_distant(i) . k_distant(j) * scale       distant
+        out(i)      = softmax over j <= i of logit(i, .), applied to v
+
+    Args:
+        q: [B, H, T, D] queries, after RoPE; any floating dtype, one for all tensors.
+        k, v: [B, H_kv, T, D] keys (after RoPE) and values; H is a multiple of H_kv.
+        q_distant, k_distant: [B, H, T, D] and [B, H_kv, T, D], the anchor layer's, for distant pairs (q_distant = q
+            shares keys instead of scores); None for both is plain causal attention.
+        sink_size: number of first tokens that are always proximal, >= 0.
+        recent_size: number of last tokens, the current one included, that are proximal, >= 1.
+        scale: factor on every logit; D ** -0.5 when None.
+        lengths: [B] real tokens of each row, right-aligned (left padding). Positions count from the first real token.
+        document_ids: [B, T] non-decreasing, -1 padding; tokens see their own document only, positions count from its
+            first token.
+        return_lse, return_gate: also return these, in this order.
+        backend: "auto", "reference" (eager, [T, T] in memory) or "composed" (torch's flash attention, linear memory;
+            with document_ids it too runs the reference). "auto" is the environment variable POD_ATTENTION_BACKEND if
+            set, else composed, or the reference when document_ids are given.
+
+    Returns:
+        out [B, H, T, D] in q's dtype, zero at padding. lse [B, H, T] float32: log of the sum of exp of the logits, -inf
+        at padding. gate [B, H, T] float32: the share of the softmax on proximal keys, 1 at padding. Neither lse nor
+        gate carries a gradient.
+
+    Raises:
+        ValueError: shapes, dtypes, sizes or lengths do not fit, or no such backend; says which.
+    """
+    run = BACKENDS[resolve_backend(backend, packed=document_ids is not None)]
+    return run(
+        q,
+        k,
+        v,
+        q_distant,
+        k_distant,
+        sink_size=sink_size,
+        recent_size=recent_size,
+        scale=scale,
+        lengths=lengths,
+        document_ids=document_ids,
+        return_lse=return_lse,
+        return_gate=return_gate,
+    )

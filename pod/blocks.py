@@ -1,0 +1,419 @@
+"""Layer blocks: which neighbouring layers of a KV head share the attention scores of distant tokens.
+
+A block is a run of consecutive layers of one KV head; its lowest layer, the anchor, holds the keys of distant tokens
+for all of them. Blocks are found from a similarity of attention scores by the greedy grouping of PoD (arXiv 2412.02252,
+Algorithm 1), per KV head because a key can only be dropped when every query head that reads it shares.
+
+    blocks = LayerBlocks.for_saving(similarity, kv_saving=0.35)    # similarity: [H_kv, L, L]
+    blocks.save("blocks.json")
+
+Shapes: L layers, H_kv KV heads, C candidate thresholds.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FORMAT = "pod-layer-blocks"
+FORMAT_VERSION = 1
+# Similarities are averages of many float32 numbers: so much above 1, below 0 or off symmetry is rounding, not an error.
+SIMILARITY_TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LayerBlocks:
+    """The blocks of a model: for every layer and KV head, the layer whose distant scores it uses.
+
+    Two LayerBlocks are equal when their anchors are; metadata does not count. Do not write into `anchors`.
+
+    Args:
+        anchors: [L, H_kv] integers (a tensor or nested lists). `anchors[l, g] == l` says that layer l computes its own
+            scores for KV head g; otherwise it is the lowest layer of the block that l belongs to. Kept as a copy, int64
+            on the CPU.
+        metadata: anything JSON can hold that tells where the blocks come from (`threshold`, the model, ...).
+
+    Raises:
+        ValueError: not a [L, H_kv] table of integers, a negative anchor, an anchor above its layer, or a gap (a block
+            whose layers are not consecutive). The message names layer, KV head and value.
+    """
+
+    anchors: Tensor
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "anchors", _validated_anchors(self.anchors))
+        object.__setattr__(self, "metadata", dict(self.metadata))
+
+    # Construction
+
+    @classmethod
+    def from_similarity(cls, similarity: Tensor, threshold: float = 0.5) -> LayerBlocks:
+        """Group layers greedily: PoD's Algorithm 1, for every KV head apart.
+
+        From the lowest layer up, a layer joins the current block when its similarity to **all** the block's members is
+        at least the threshold, and opens a new block otherwise.
+
+        Args:
+            similarity: [H_kv, L, L], within [0, 1], 1 for identical attention scores, symmetric. Compared in float64;
+                of two entries that differ by rounding, [higher layer, lower layer] counts.
+            threshold: the paper's delta, in [0, 1].
+
+        Raises:
+            ValueError: the similarity is not such a tensor, or the threshold is outside [0, 1].
+        """
+        similarity = _validated_similarity(similarity)
+        threshold = float(threshold)
+        if not 0 <= threshold <= 1:
+            raise ValueError(
+                f"threshold must be in [0, 1], got {threshold:g}; for blocks of one layer use LayerBlocks.dense"
+            )
+        candidates = torch.tensor([threshold], dtype=torch.float64, device="cpu")
+        anchors = torch.cat(list(_greedy_anchors(similarity, candidates)))
+        return cls(anchors, {"threshold": threshold})
+
+    @classmethod
+    def for_saving(cls, similarity: Tensor, kv_saving: float = 0.35) -> LayerBlocks:
+        """Group layers with the largest threshold that saves at least the wanted share of the KV cache.
+
+        Greedy grouping only changes at the similarities themselves, so these are all the thresholds there are, and
+        every one is tried, in one pass. A part of a block would be a block too, so greedy blocks are the fewest
+        and a lower threshold never saves less: no other threshold comes closer to what is wanted from above.
+
+        Args:
+            similarity: [H_kv, L, L], as in `from_similarity`.
+            kv_saving: the wanted share of the dense cache's bytes, in [0, 0.5]; 0 gives `dense`.
+
+        Raises:
+            ValueError: the similarity is not valid, `kv_saving` is outside [0, 0.5], or it is more than a model of L
+                layers can give, (L - 1) / 2L. The message names that maximum.
+        """
+        similarity = _validated_similarity(similarity)
+        num_kv_heads, num_layers, _ = similarity.shape
+        kv_saving = float(kv_saving)
+        if not 0 <= kv_saving <= 0.5:
+            raise ValueError(
+                f"kv_saving must be in [0, 0.5], got {kv_saving:g}: only keys are shared, half of the cache"
+            )
+        if kv_saving == 0:
+            return cls.dense(num_layers, num_kv_heads)
+
+        # The lowest threshold puts every layer of a head into one block, so this is reached, and nothing is above it.
+        maximum = (num_layers - 1) / (2 * num_layers)
+        if kv_saving > maximum:
+            raise ValueError(
+                f"kv_saving={kv_saving:g} is more than this model can give: with {num_layers} layers the maximum is "
+                f"{maximum:.4f} (one block per KV head)"
+            )
+        lower = torch.ones(num_layers, num_layers, dtype=torch.bool, device="cpu").tril(-1)
+        candidates = similarity[:, lower].unique()  # [C], ascending
+        shared = torch.zeros(len(candidates), dtype=torch.int64, device="cpu")
+        for layer, anchors in enumerate(_greedy_anchors(similarity, candidates)):
+            shared += (anchors != layer).sum(dim=-1)
+        enough = shared.double() / (2 * num_layers * num_kv_heads) >= kv_saving
+        threshold = candidates[enough.nonzero()[-1, 0]].item()
+        return cls.from_similarity(similarity, threshold)
+
+    @classmethod
+    def dense(cls, num_layers: int, num_kv_heads: int) -> LayerBlocks:
+        """Blocks of one layer: nothing is shared, the model is the dense one.
+
+        Raises:
+            ValueError: a number below 1.
+        """
+        if num_layers < 1 or num_kv_heads < 1:
+            raise ValueError(f"num_layers and num_kv_heads must be at least 1, got {num_layers} and {num_kv_heads}")
+        return cls(torch.arange(num_layers, device="cpu")[:, None].expand(num_layers, num_kv_heads))
+
+    # What the blocks say
+
+    @property
+    def num_layers(self) -> int:
+        """L, the number of layers."""
+        return self.anchors.shape[0]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """H_kv, the number of KV heads."""
+        return self.anchors.shape[1]
+
+    @property
+    def is_anchor(self) -> Tensor:
+        """[L, H_kv] bool: whether the layer stores all keys of this KV head."""
+        return self.anchors == torch.arange(self.num_layers, device="cpu")[:, None]
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether every block is one layer."""
+        return bool(self.is_anchor.all())
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of blocks, summed over KV heads."""
+        return int(self.is_anchor.sum())
+
+    @property
+    def sizes(self) -> list[list[int]]:
+        """For every KV head the number of layers of each block, from the lowest layer up: H_kv lists that sum to L."""
+        return [head.unique_consecutive(return_counts=True)[1].tolist() for head in self.anchors.unbind(1)]
+
+    @property
+    def kv_saving(self) -> float:
+        """The share of the dense KV cache's bytes that is not stored as length grows, in [0, 0.5).
+
+        shared / (2 * L * H_kv), where shared counts the layers and KV heads that are no anchor: their keys are dropped,
+        all values stay.
+        """
+        return (self.anchors.numel() - self.num_blocks) / (2 * self.anchors.numel())
+
+    def check(self, num_layers: int, num_kv_heads: int) -> None:
+        """Check that the blocks are made for a model of this shape.
+
+        Raises:
+            ValueError: they are for another one; both shapes are named.
+        """
+        if (num_layers, num_kv_heads) != (self.num_layers, self.num_kv_heads):
+            raise ValueError(
+                f"blocks for another model: they have {self.num_layers} layers x {self.num_kv_heads} KV heads, "
+                f"the model has {num_layers} layers x {num_kv_heads} KV heads; analyse this model to get its own"
+            )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, LayerBlocks):
+            return NotImplemented
+        return torch.equal(self.anchors, other.anchors)
+
+    def __hash__(self) -> int:
+        return hash((self.num_kv_heads, tuple(self.anchors.flatten().tolist())))
+
+    def __repr__(self) -> str:
+        return (
+            f"LayerBlocks(layers={self.num_layers}, kv_heads={self.num_kv_heads}, blocks={self.num_blocks}, "
+            f"kv_saving={self.kv_saving:.3f})"
+        )
+
+    # Files
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the blocks as JSON, one line per layer; folders are made as needed.
+
+        The file is written aside and renamed, so that a reader never meets half of it. `kv_saving` is in it for people
+        to read: `load` computes it from the anchors.
+
+        Raises:
+            TypeError: the metadata holds something that JSON cannot.
+        """
+        rows = ",\n".join(f"    {json.dumps(row)}" for row in self.anchors.tolist())
+        head = {
+            "format": FORMAT,
+            "version": FORMAT_VERSION,
+            "num_layers": self.num_layers,
+            "num_kv_heads": self.num_kv_heads,
+            "kv_saving": self.kv_saving,
+            "metadata": self.metadata,
+        }
+        lines = "".join(f"  {json.dumps(key)}: {json.dumps(value)},\n" for key, value in head.items())
+        text = f'{{\n{lines}  "anchors": [\n{rows}\n  ]\n}}\n'
+
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            aside.write_text(text, encoding="utf-8")
+            os.replace(aside, path)
+        finally:
+            aside.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> LayerBlocks:
+        """Read a file written by `save`, or by hand in the same form.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: not JSON, not a blocks file of this version, a field is missing, or the anchors are not valid.
+                The message names the path and what is wrong.
+        """
+        path = Path(path)
+        if not path.exists():
+            raise FileNotFoundError(f"{path}: no such blocks file; LayerBlocks.save writes one")
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:  # also what a file that is not UTF-8 raises
+            raise ValueError(f"{path}: not JSON: {error}") from error
+        if not isinstance(content, dict):
+            raise ValueError(f"{path}: a blocks file is a JSON object, this is a {type(content).__name__}")
+        for name in ("format", "version", "num_layers", "num_kv_heads", "anchors"):
+            if name not in content:
+                raise ValueError(f"{path}: the field {name!r} is missing")
+        if content["format"] != FORMAT:
+            raise ValueError(f"{path}: format is {content['format']!r}, expected {FORMAT!r}")
+        if content["version"] != FORMAT_VERSION:
+            raise ValueError(f"{path}: version is {content['version']!r}, this library reads version {FORMAT_VERSION}")
+        metadata = content.get("metadata", {})
+        if not isinstance(metadata, dict):
+            raise ValueError(f"{path}: metadata must be a JSON object, got {metadata!r}")
+        try:
+            blocks = cls(content["anchors"], metadata)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+        if (blocks.num_layers, blocks.num_kv_heads) != (content["num_layers"], content["num_kv_heads"]):
+            raise ValueError(
+                f"{path}: anchors are {blocks.num_layers} layers x {blocks.num_kv_heads} KV heads, but the file says "
+                f"num_layers={content['num_layers']!r}, num_kv_heads={content['num_kv_heads']!r}"
+            )
+        return blocks
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw the blocks into a PNG: layers across, KV heads down, a colour for each block of more than one layer.
+
+        Grey is a block of one layer; a dot marks the anchor of a larger one. Folders are made as needed.
+        """
+        # Imported here: the model needs blocks, not pictures. A bare Figure draws with Agg and leaves the user's
+        # choice of matplotlib backend alone.
+        from matplotlib import colormaps
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
+
+        palette = [colormaps["tab10"](index)[:3] for index in (0, 1, 2, 3, 4, 5, 6, 8, 9)]  # 7 is grey
+        picture = torch.full((self.num_kv_heads, self.num_layers, 3), 0.88)
+        dots: list[tuple[int, int]] = []
+        for head, sizes in enumerate(self.sizes):
+            layer = 0
+            for size in sizes:
+                if size > 1:
+                    # Neighbours differ because colours are taken in turn, over all heads.
+                    picture[head, layer : layer + size] = torch.tensor(palette[len(dots) % len(palette)])
+                    dots.append((layer, head))
+                layer += size
+
+        width = min(max(0.28 * self.num_layers + 1.2, 6.0), 24.0)
+        height = min(max(0.28 * self.num_kv_heads + 1.6, 2.4), 16.0)
+        figure = Figure(figsize=(width, height), layout="constrained")
+        axes = figure.add_subplot()
+        axes.imshow(picture.numpy(), aspect="auto", interpolation="nearest")
+        axes.set_xticks([layer - 0.5 for layer in range(1, self.num_layers)], minor=True)
+        axes.set_yticks([head - 0.5 for head in range(1, self.num_kv_heads)], minor=True)
+        axes.grid(which="minor", color="white", linewidth=1)
+        axes.tick_params(which="minor", length=0)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=16, integer=True))
+        axes.yaxis.set_major_locator(MaxNLocator(nbins=16, integer=True))
+        if dots:
+            axes.scatter(*zip(*dots, strict=True), s=14, color="black", zorder=3)
+        axes.set_xlim(-0.5, self.num_layers - 0.5)
+        axes.set_ylim(self.num_kv_heads - 0.5, -0.5)
+        axes.set_xlabel("layer (dot: anchor; grey: block of one layer)")
+        axes.set_ylabel("KV head")
+        axes.set_title(f"{self.num_blocks} blocks, kv_saving {100 * self.kv_saving:.1f} %")
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, format="png", dpi=120)
+
+
+def _greedy_anchors(similarity: Tensor, thresholds: Tensor) -> Iterator[Tensor]:
+    """Run Algorithm 1 for many thresholds at once; yields the anchors [C, H_kv] of one layer after the other.
+
+    similarity: [H_kv, L, L] float64; thresholds: [C] float64.
+    """
+    num_kv_heads, num_layers, _ = similarity.shape
+    heads = torch.arange(num_kv_heads, device="cpu")
+    anchors = torch.zeros(len(thresholds), num_kv_heads, dtype=torch.int64, device="cpu")
+    yield anchors
+    for layer in range(1, num_layers):
+        # least[g, s]: the smallest similarity between this layer and the layers s .. layer-1, were s the block's start.
+        least = similarity[:, layer, :layer].flip(-1).cummin(-1).values.flip(-1)
+        joins = least[heads, anchors] >= thresholds[:, None]  # [C, H_kv]
+        anchors = torch.where(joins, anchors, layer)
+        yield anchors
+
+
+def _validated_similarity(similarity: Tensor) -> Tensor:
+    """Check a similarity and return it as [H_kv, L, L] float64 on the CPU, within [0, 1]."""
+    similarity = torch.as_tensor(similarity).detach().to("cpu", torch.float64)
+    shape = tuple(similarity.shape)
+    if len(shape) != 3 or shape[1] != shape[2] or 0 in shape:
+        raise ValueError(f"similarity must be [kv_heads, layers, layers], got {list(shape)}")
+    if not similarity.isfinite().all():
+        head, row, column = (~similarity.isfinite()).nonzero()[0].tolist()
+        raise ValueError(
+            f"similarity must be finite, got {similarity[head, row, column].item()} for KV head {head}, "
+            f"layers {row} and {column}"
+        )
+    outside = (similarity < -SIMILARITY_TOLERANCE) | (similarity > 1 + SIMILARITY_TOLERANCE)
+    if outside.any():
+        head, row, column = outside.nonzero()[0].tolist()
+        raise ValueError(
+            f"similarity must be in [0, 1], got {similarity[head, row, column].item():g} for KV head {head}, "
+            f"layers {row} and {column}"
+        )
+    difference = (similarity - similarity.mT).abs()
+    if difference.max() > SIMILARITY_TOLERANCE:
+        head, row, column = (difference > SIMILARITY_TOLERANCE).nonzero()[0].tolist()
+        raise ValueError(
+            f"similarity must be symmetric, got {similarity[head, row, column].item():g} for KV head {head}, "
+            f"layers {row} and {column}, but {similarity[head, column, row].item():g} the other way round"
+        )
+    return similarity.clamp(0, 1)
+
+
+def _validated_anchors(anchors: Tensor | Sequence[Sequence[int]]) -> Tensor:
+    """Check a table of anchors and return a copy of it as [L, H_kv] int64 on the CPU."""
+    if isinstance(anchors, Tensor):
+        if anchors.is_floating_point() or anchors.is_complex() or anchors.dtype == torch.bool:
+            raise ValueError(f"anchors must be integers, got a tensor of {anchors.dtype}")
+        if anchors.dim() != 2 or anchors.numel() == 0:
+            raise ValueError(f"anchors must be [layers, kv_heads], got a tensor of shape {list(anchors.shape)}")
+        anchors = anchors.tolist()
+    rows = [_validated_row(layer, row) for layer, row in enumerate(_items(anchors, "anchors"))]
+    if not rows or not rows[0]:
+        raise ValueError("anchors must be [layers, kv_heads], got an empty table")
+    for layer, row in enumerate(rows):
+        if len(row) != len(rows[0]):
+            raise ValueError(
+                f"anchors must be [layers, kv_heads]: layer {layer} has {len(row)} KV heads, layer 0 has {len(rows[0])}"
+            )
+    for layer, row in enumerate(rows):
+        for head, anchor in enumerate(row):
+            where = f"layer {layer}, KV head {head}"
+            if anchor < 0:
+                raise ValueError(f"{where}: negative anchor {anchor}")
+            if anchor > layer:
+                raise ValueError(f"{where}: anchor {anchor} is above its layer; the anchor is a block's lowest layer")
+            # With this for every layer, an anchor is its own anchor too.
+            if anchor != layer and anchor != rows[layer - 1][head]:
+                below = rows[layer - 1][head]
+                raise ValueError(
+                    f"{where}: anchor {anchor} leaves a gap; a block's layers are consecutive, so it is {below}, "
+                    f"the anchor of the layer below, or {layer}, a new block"
+                )
+    return torch.tensor(rows, dtype=torch.int64, device="cpu")
+
+
+def _items(value: Any, name: str) -> list[Any]:
+    """A list of what is in `value`, which must be a list or alike."""
+    if isinstance(value, (str, bytes, Mapping)):
+        raise ValueError(f"{name} must be a list, got {value!r}")
+    try:
+        return list(value)
+    except TypeError:
+        raise ValueError(f"{name} must be a list, got {value!r}") from None
+
+
+def _validated_row(layer: int, row: Any) -> list[int]:
+    """The anchors of one layer as Python integers."""
+    values = _items(row, f"anchors: layer {layer}")
+    for head, value in enumerate(values):
+        try:
+            if isinstance(value, bool):
+                raise TypeError
+            values[head] = operator.index(value)
+        except TypeError:
+            raise ValueError(f"layer {layer}, KV head {head}: the anchor must be an integer, got {value!r}") from None
+    return values

@@ -1,0 +1,462 @@
+"""The PoD cache: every layer's values, and distant keys in one layer of each block only.
+
+Values are kept for every layer and KV head. Keys: the anchor heads keep all positions, the other heads keep the sinks
+and a ring of the last `recent_size + crop_slack` tokens. With N tokens stored the bytes are exactly
+
+    B * D * itemsize * sum over layers and KV heads of [ N + (N if anchor else min(N, sinks + recent + crop_slack)) ]
+
+Rows are packed: slot p of a row holds its p-th real token, so left padding is not stored, and sinks and recency count
+from each row's first real token. Blocks of one layer make this an ordinary cache of a dense model.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from pod_kernels import LayerSegments, Segments, cached_attention, shared_score_attention
+from torch import Tensor
+from transformers.cache_utils import Cache
+from transformers.configuration_utils import PreTrainedConfig
+
+from pod.blocks import LayerBlocks
+
+
+@dataclass
+class Step:
+    """What one forward adds to the cache; the same for all its layers.
+
+    Attributes:
+        positions: [B, T] int64, the position of each new token in its row, -1 for padding.
+        before: [B] int64, real tokens of each row before the forward.
+        length: the longest row after it.
+        even: every row has the same tokens, none of them padding.
+        is_first: the cache was empty.
+    """
+
+    positions: Tensor
+    before: Tensor
+    length: int
+    even: bool
+    is_first: bool
+
+
+class PodCache(Cache):
+    """Key/value cache of a PoD model, the default of its `generate`.
+
+    Args:
+        config: the PoD model's config; says layers, heads, blocks, sink and recent sizes.
+        max_length: tokens that each row will reach. Storage is then allocated once; without it, storage grows by an
+            eighth when full. `generate` sets it.
+        crop_slack: how many of the last tokens `crop` can take back (rejected draft tokens).
+
+    Raises:
+        ValueError: `config` is not a PoD config; a size is out of range.
+    """
+
+    def __init__(self, config: PreTrainedConfig, max_length: int | None = None, crop_slack: int = 64) -> None:
+        super().__init__(layers=[])
+        if not hasattr(config, "share") or not hasattr(config, "blocks"):
+            raise ValueError(
+                f"PodCache needs the config of a PoD model, got {type(config).__name__}. Convert the model first: "
+                "pod.convert(model, pod.LayerBlocks.dense(num_layers, num_kv_heads)) keeps it dense."
+            )
+        if max_length is not None and max_length < 1:
+            raise ValueError(f"max_length must be at least 1 token, got {max_length}")
+        if crop_slack < 0:
+            raise ValueError(f"crop_slack must be >= 0 tokens, got {crop_slack}")
+        self.config = config
+        self.max_length = max_length
+        self.crop_slack = crop_slack
+        self.blocks: LayerBlocks = config.blocks
+        anchors = self.blocks.anchors
+        self._num_layers, self._num_kv_heads = anchors.shape
+        self._groups = config.num_attention_heads // config.num_key_value_heads
+        layers = torch.arange(self._num_layers)[:, None]
+        is_anchor = anchors == layers
+        # Storage order of the heads: a layer's anchors first, so that each kind is one piece of memory.
+        self._orders = [
+            tuple(torch.argsort((~is_anchor[layer]).to(torch.int8), stable=True).tolist()) for layer in layers[:, 0]
+        ]
+        self._num_anchors = is_anchor.sum(dim=1).tolist()
+        followed = [{(int(anchors[i, g]), g) for g in range(self._num_kv_heads)} for i in range(self._num_layers)]
+        later = [set().union(*followed[i + 1 :]) for i in range(self._num_layers)]
+        self._score_heads = [
+            tuple(g for g in range(self._num_kv_heads) if (i, g) in later[i]) for i in range(self._num_layers)
+        ]
+        self._segments: list[LayerSegments] = []
+        self._workspace: Tensor | None = None
+        self._lengths: Tensor | None = None  # [B] real tokens of each row; the segments share this tensor
+        self._longest = 0
+        self._columns = 0  # columns seen, padding included: what `generate` counts
+        self._capacity = 0
+        self._even = True
+        self._in_prefill = False
+        self._step: Step | None = None
+
+    # ------------------------------------------------------------------ what transformers asks
+
+    is_compileable = False
+    is_croppable = True
+
+    def __len__(self) -> int:
+        return self._num_layers
+
+    def __repr__(self) -> str:
+        return f"PodCache(tokens={self._columns}, bytes={self.nbytes()}, {self.blocks})"
+
+    @property
+    def is_initialized(self) -> bool:
+        return bool(self._segments)
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        return [False] * self._num_layers
+
+    @property
+    def batch_size(self) -> int:
+        return -1 if self._lengths is None else self._lengths.shape[0]
+
+    @property
+    def max_cache_len(self) -> int:
+        return -1 if self.max_length is None else self.max_length
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Tokens that fit without growing, -1 when there is no limit."""
+        return -1
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns seen so far, left padding included, as `generate` counts them."""
+        return self._columns
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self._columns + query_length, 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs) -> tuple:
+        raise ValueError(
+            "PodCache belongs to PoD models: a dense model cannot use it, because distant keys are not stored in "
+            "every layer. Convert the model with pod.convert(model, blocks) first, or use transformers' DynamicCache."
+        )
+
+    # ------------------------------------------------------------------ size
+
+    def nbytes(self) -> int:
+        """Bytes of the storages, capacity included; the workspace of one step's distant scores is not in it."""
+        return sum(part.nbytes() for segments in self._segments for part in self._parts(segments))
+
+    def expected_nbytes(self, length: int, batch: int = 1, itemsize: int = 2) -> int:
+        """Bytes by the formula of this module for `length` tokens in each of `batch` rows."""
+        near = min(length, self.config.sink_size + self.config.recent_size + self.crop_slack)
+        total = self._num_layers * self._num_kv_heads
+        anchors = sum(self._num_anchors)
+        return batch * self.config.head_dim * itemsize * (total * length + anchors * length + (total - anchors) * near)
+
+    def storages(self) -> list[Tensor]:
+        """Every tensor that `nbytes` counts."""
+        return [part.data for segments in self._segments for part in self._parts(segments)]
+
+    def positions(self, layer: int) -> Tensor:
+        """Positions whose values are kept.
+
+        Returns:
+            [B, H_kv, n] int64, counted from each row's first real token; -1 where a slot is empty.
+
+        Raises:
+            ValueError: nothing is stored yet.
+        """
+        if self._lengths is None:
+            raise ValueError("the cache is empty: run the model with it first")
+        column = torch.arange(self._longest, device=self._lengths.device)
+        kept = torch.where(column < self._lengths[:, None], column, -1)
+        return kept[:, None].expand(-1, self._num_kv_heads, -1)
+
+    # ------------------------------------------------------------------ one forward of the model
+
+    @contextmanager
+    def prefill(self) -> Iterator[None]:
+        """Several forwards inside are one prefill: whatever acts at the end of a prefill acts when the block ends."""
+        if self._in_prefill:
+            raise ValueError("cache.prefill() is already open: close it before opening another")
+        self._in_prefill = True
+        try:
+            yield
+        finally:
+            self._in_prefill = False
+
+    def begin(self, config: PreTrainedConfig, inputs: Tensor, mask: Tensor | None) -> Step:
+        """Make room for the tokens of one forward; the model calls this before its layers.
+
+        Args:
+            config: the config of the calling model, which must be this cache's.
+            inputs: [B, T, hidden] embeddings; gives rows, tokens and device.
+            mask: [B, T] bool, False for padding tokens; None when all are real.
+
+        Raises:
+            ValueError: another model's cache, another number of rows, padding after a row's first token, more tokens
+                than `max_length`.
+        """
+        theirs, ours = _shape_of(config), _shape_of(self.config)
+        if config is not self.config and (theirs != ours or config.blocks != self.blocks):
+            raise ValueError(
+                f"this cache was made for another model: it has {ours} and {self.blocks}, the model has {theirs} and "
+                f"{config.blocks}. Make one with pod.PodCache(model.config)."
+            )
+        batch, count = inputs.shape[:2]
+        device = inputs.device
+        is_first = self._columns == 0
+        if self._lengths is None or (is_first and self._lengths.shape[0] != batch):
+            self.reset()
+            self._lengths = torch.zeros(batch, dtype=torch.long, device=device)
+        if self._lengths.shape[0] != batch:
+            raise ValueError(f"the cache holds {self._lengths.shape[0]} rows but the input has {batch}")
+        if mask is not None and bool(mask.all()):
+            mask = None
+        step_index = torch.arange(count, device=device)
+        even = self._even and mask is None
+        if mask is None:
+            positions = self._lengths[:, None] + step_index
+            longest = self._longest + count
+        else:
+            real = mask.sum(dim=1)
+            is_left_padded = (mask == (step_index >= count - real[:, None])).all(dim=1)
+            is_allowed = is_left_padded & ((self._lengths == 0) | (real == count))
+            if not bool(is_allowed.all()):
+                row = int((~is_allowed).nonzero()[0])
+                raise ValueError(
+                    f"row {row} of attention_mask has padding after its first real token. The cache supports left "
+                    "padding only: set tokenizer.padding_side = 'left'."
+                )
+            positions = self._lengths[:, None] + step_index - (count - real[:, None])
+            positions = positions.masked_fill(~mask, -1)
+            longest = int((self._lengths + real).max())
+        if self.max_length is not None and longest > self.max_length:
+            raise ValueError(
+                f"the cache was made for {self.max_length} tokens per row and {longest} are needed: pass a larger "
+                "max_length to pod.PodCache, or none, and it grows"
+            )
+        self._step = Step(positions, self._lengths.clone(), longest, even, is_first)
+        return self._step
+
+    def finish(self) -> None:
+        """Count the tokens of the forward as stored; the model calls this after its last layer."""
+        step = self._step
+        self._lengths.copy_(torch.maximum(step.before, step.positions.amax(dim=1) + 1))
+        self._longest = step.length
+        self._columns += step.positions.shape[1]
+        self._even = step.even
+        self._step = None
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_distant: Tensor | None,
+        k_distant: Tensor | None,
+        scale: float,
+    ) -> Tensor:
+        """Store one layer's keys and values and attend to everything stored.
+
+        Args:
+            layer: index of the layer.
+            q, k, v: [B, H, T, D] and [B, H_kv, T, D], after RoPE.
+            q_distant, k_distant: the running anchors' [B, H, T, D] and [B, H_kv, T, D]; may be None for a layer of
+                anchors, and for a single query.
+            scale: factor on every logit.
+
+        Returns:
+            [B, H, T, D].
+        """
+        step = self._step
+        count = q.shape[2]
+        self._reserve(step.length, k)
+        segments = self._segments[layer]
+        order = list(segments.order)
+        anchors = segments.num_anchors
+        stored_k = k.detach().transpose(0, 1)[order]  # [H_kv, B, T, D] in storage order
+        stored_v = v.detach().transpose(0, 1)[order]
+        self._write(segments.values, stored_v, step)
+        self._write(segments.keys, stored_k[:anchors], step)
+        if step.is_first:
+            self._write_near(segments, stored_k[anchors:], step)
+            real = None if step.even else (step.positions >= 0).sum(dim=1)
+            return shared_score_attention(
+                q,
+                k,
+                v,
+                q_distant,
+                k_distant,
+                sink_size=segments.sink_size,
+                recent_size=segments.recent_size,
+                scale=scale,
+                lengths=real,
+            )
+        q = q.detach()
+        shared = order[anchors:]
+        single = count == 1
+        uses_scores = single and self.config.share == "scores"
+        if single:
+            self._write_near(segments, stored_k[anchors:], step)
+        out = cached_attention(
+            q,
+            segments,
+            positions=step.positions,
+            lengths=step.positions[:, -1].clamp(min=-1) + 1 if single else step.before,
+            length=step.length,
+            scores=self._scores(q) if uses_scores else None,
+            score_heads=self._score_heads[layer],
+            q_distant=None if uses_scores or not shared else (q if q_distant is None else q_distant.detach()),
+            distant_keys=() if uses_scores else tuple(self._anchor_keys(layer, head) for head in shared),
+            new_keys=None if single or not shared else stored_k[anchors:].transpose(0, 1),
+            scale=scale,
+        )
+        if not single:
+            self._write_near(segments, stored_k[anchors:], step)
+        return out
+
+    # ------------------------------------------------------------------ rows
+
+    def reset(self) -> None:
+        """Forget all tokens and free the storage."""
+        self._segments = []
+        self._workspace = self._lengths = self._step = None
+        self._longest = self._columns = self._capacity = 0
+        self._even = True
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Put row `beam_idx[b]` in the place of row b (beam search)."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row `repeats` times."""
+        self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows `indices` [n], in that order."""
+        rows = indices.to(self._lengths.device)
+        if rows.dtype == torch.bool:
+            rows = rows.nonzero()[:, 0]
+        self._lengths = self._lengths[rows]
+        self._rebuild(lambda old, new: new.copy_(old[:, rows]))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last tokens of every row (rejected drafts).
+
+        Args:
+            tokens_to_remove: a negative number of tokens, as transformers counts, at most `crop_slack`.
+
+        Raises:
+            ValueError: positive, more than `crop_slack`, or more than a row holds.
+        """
+        removed = -tokens_to_remove
+        if removed < 0:
+            raise ValueError(f"crop takes a negative number of tokens to remove, got {tokens_to_remove}")
+        if removed == 0:
+            return
+        if removed > self.crop_slack or removed > int(self._lengths.min()):
+            raise ValueError(
+                f"cannot take back {removed} tokens: recent keys are kept for {self.crop_slack} (crop_slack) and the "
+                f"shortest row holds {int(self._lengths.min())}. Make the cache with a larger crop_slack."
+            )
+        self._lengths -= removed
+        self._longest -= removed
+        self._columns -= removed
+
+    # ------------------------------------------------------------------ storage
+
+    @staticmethod
+    def _parts(segments: LayerSegments) -> tuple[Segments, Segments, Segments]:
+        return segments.values, segments.keys, segments.near
+
+    def _near_capacity(self) -> int:
+        return min(self._capacity, self.config.sink_size + self.config.recent_size + self.crop_slack)
+
+    def _allocate(self, layer: int, like: Tensor) -> LayerSegments:
+        kwargs = {"dim": like.shape[-1], "lengths": self._lengths, "dtype": like.dtype, "device": like.device}
+        anchors = self._num_anchors[layer]
+        others = self._num_kv_heads - anchors
+        return LayerSegments(
+            order=self._orders[layer],
+            num_anchors=anchors,
+            values=Segments.allocate(heads=self._num_kv_heads, capacity=self._capacity, **kwargs),
+            keys=Segments.allocate(heads=anchors, capacity=self._capacity, **kwargs),
+            near=Segments.allocate(heads=others, capacity=self._near_capacity(), **kwargs),
+            sink_size=self.config.sink_size,
+            recent_size=self.config.recent_size,
+            ring_size=self.config.recent_size + self.crop_slack,
+        )
+
+    def _reserve(self, length: int, like: Tensor) -> None:
+        if self._segments and length <= self._capacity:
+            return
+        if not self._segments:
+            self._capacity = self.max_length or length
+            self._segments = [self._allocate(layer, like) for layer in range(self._num_layers)]
+            return
+        # An eighth more than is needed: n tokens then cost O(n) copies in all, and at most an eighth is unused.
+        self._capacity = length + length // 8
+        self._rebuild(lambda old, new: new[:, :, : old.shape[2]].copy_(old))
+
+    def _rebuild(self, fill) -> None:
+        """Allocate anew, layer by layer, and fill each part from its predecessor."""
+        for index, old in enumerate(self._segments):
+            new = self._allocate(index, old.values.data)
+            for old_part, new_part in zip(self._parts(old), self._parts(new), strict=True):
+                if old_part.data.numel():
+                    fill(old_part.rectangle, new_part.rectangle)
+            self._segments[index] = new
+        self._workspace = None
+
+    def _scores(self, q: Tensor) -> Tensor:
+        batch = q.shape[0]
+        if self._workspace is None or self._workspace.shape[-1] < self._capacity:
+            self._workspace = torch.empty(
+                self._num_kv_heads, batch, self._groups, 1, self._capacity, dtype=torch.float32, device=q.device
+            )
+        return self._workspace
+
+    def _anchor_keys(self, layer: int, head: int) -> tuple[Segments, int]:
+        anchor = int(self.blocks.anchors[layer, head])
+        return self._segments[anchor].keys, self._segments[anchor].order.index(head)
+
+    @staticmethod
+    def _write(part: Segments, new: Tensor, step: Step) -> None:
+        """Put new [h, B, T, D] at their positions."""
+        if not new.shape[0]:
+            return
+        data = part.rectangle
+        count = new.shape[2]
+        if step.even:
+            data[:, :, step.length - count : step.length] = new
+        elif count == 1 and not step.is_first:
+            # No index has to be found on the device. A row of which nothing but padding was seen has position -1: what
+            # lands in its last slot is overwritten before it is read.
+            data[:, torch.arange(new.shape[1], device=new.device), step.positions[:, 0]] = new[:, :, 0]
+        else:
+            rows, columns = (step.positions >= 0).nonzero(as_tuple=True)
+            data[:, rows, step.positions[rows, columns]] = new[:, rows, columns]
+
+    @staticmethod
+    def _write_near(segments: LayerSegments, new: Tensor, step: Step) -> None:
+        """Put the other heads' own keys [S, B, T, D] into sinks and ring, the last `ring_size` tokens only."""
+        if not new.shape[0]:
+            return
+        data = segments.near.rectangle
+        positions = step.positions
+        if new.shape[2] == 1 and not step.is_first:
+            rows = torch.arange(new.shape[1], device=new.device)
+            data[:, rows, segments.near_slots(positions[:, 0])] = new[:, :, 0]
+            return
+        last = positions[:, -1:]
+        kept = (positions >= 0) & ((positions < segments.sink_size) | (positions > last - segments.ring_size))
+        rows, columns = kept.nonzero(as_tuple=True)
+        data[:, rows, segments.near_slots(positions[rows, columns])] = new[:, rows, columns]
+
+
+def _shape_of(config: PreTrainedConfig) -> str:
+    return (
+        f"{config.num_hidden_layers} layers, {config.num_attention_heads} heads, {config.num_key_value_heads} KV "
+        f"heads of {config.head_dim}, sink_size {config.sink_size}, recent_size {config.recent_size}, "
+        f"share {config.share}"
+    )

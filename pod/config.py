@@ -1,0 +1,89 @@
+"""Configs of PoD models: the family's own config, and which layers share distant scores.
+
+A PoD config.json says all that is needed to rebuild the model: `anchors` (the blocks), `sink_size`, `recent_size`,
+`share` and `tau`, beside the family's fields.
+"""
+
+from huggingface_hub.dataclasses import strict
+from transformers import LlamaConfig, Qwen3Config
+
+from pod.blocks import LayerBlocks
+
+SHARE_KINDS = ("scores", "keys")
+
+
+class PodConfigMixin:
+    """The PoD fields of a config, checked.
+
+    Attributes:
+        anchors: [L][H_kv] integers, the anchor layer of each layer and KV head; None means blocks of one layer (dense).
+        sink_size: first tokens that are always attended with the layer's own scores.
+        recent_size: last tokens, the current one included, that are.
+        share: "scores" (distant logits are q_anchor . k_anchor, the paper's Eq. 3) or "keys" (q . k_anchor).
+        tau: gate from which a non-anchor layer skips distant values at decode; None never skips.
+    """
+
+    @property
+    def blocks(self) -> LayerBlocks:
+        """The layer blocks that `anchors` describes."""
+        if self.anchors is None:
+            return LayerBlocks.dense(self.num_hidden_layers, self.num_key_value_heads)
+        return LayerBlocks(self.anchors)
+
+    def __post_init__(self, **kwargs) -> None:
+        super().__post_init__(**kwargs)
+        check_sizes(self.sink_size, self.recent_size, self.share)
+        if self.tau is not None and not 0 <= self.tau <= 1:
+            raise ValueError(f"tau must be between 0 and 1, or None; got {self.tau}")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads ({self.num_attention_heads}) must be a multiple of num_key_value_heads "
+                f"({self.num_key_value_heads})"
+            )
+        sliding = [i for i, kind in enumerate(getattr(self, "layer_types", None) or []) if kind != "full_attention"]
+        if sliding:
+            raise ValueError(
+                f"layers {sliding} are not full attention: PoD shares scores of distant tokens, which sliding-window "
+                "layers do not see. Set use_sliding_window=False, or use a model with full attention in all layers."
+            )
+        self.blocks.check(self.num_hidden_layers, self.num_key_value_heads)
+
+
+def check_sizes(sink_size: int, recent_size: int, share: str) -> None:
+    """Refuse proximal sizes and share kinds that mean nothing.
+
+    Raises:
+        ValueError: names the value and what it may be.
+    """
+    if sink_size < 0:
+        raise ValueError(f"sink_size must be >= 0 tokens, got {sink_size}")
+    if recent_size < 1:
+        raise ValueError(f"recent_size must be >= 1 token (the current one is recent), got {recent_size}")
+    if share not in SHARE_KINDS:
+        raise ValueError(f"share must be one of {', '.join(SHARE_KINDS)}; got {share!r}")
+
+
+@strict
+class PodLlamaConfig(PodConfigMixin, LlamaConfig):
+    """Config of a Llama with shared distant scores; the PoD fields are those of `PodConfigMixin`."""
+
+    model_type = "pod_llama"
+
+    anchors: list[list[int]] | None = None
+    sink_size: int = 16
+    recent_size: int = 4080
+    share: str = "scores"
+    tau: float | None = None
+
+
+@strict
+class PodQwen3Config(PodConfigMixin, Qwen3Config):
+    """Config of a Qwen3 with shared distant scores; the PoD fields are those of `PodConfigMixin`."""
+
+    model_type = "pod_qwen3"
+
+    anchors: list[list[int]] | None = None
+    sink_size: int = 16
+    recent_size: int = 4080
+    share: str = "scores"
+    tau: float | None = None

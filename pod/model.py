@@ -1,0 +1,525 @@
+"""PoD models: one attention layer for all families, and `convert`, which turns a Hugging Face LLM into one.
+
+Legend: B rows, T tokens, H query heads, H_kv KV heads, G = H / H_kv, D head dimension.
+
+The running anchors travel from layer to layer as explicit positional tensors, one pair per KV head: the query group
+[B, G, T, D] and the key [B, T, D]. An anchor head whose block goes on puts its own there, elsewhere a layer hands on
+what it was given, and where no later layer reads a pair it is None. This form is exact under both kinds of gradient
+checkpointing, torch.compile and ZeRO-3. Positional it must be: checkpointing closes over keyword arguments.
+
+A further family takes a config class in `pod.config` and an entry in `FAMILIES`, when its attention is q, k, v
+projections, optional q/k norm, RoPE and an output projection, and its layer is the usual pre-norm pair.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from pod_kernels import shared_score_attention
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3Model,
+)
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, apply_rotary_pos_emb
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer
+
+from pod.blocks import LayerBlocks
+from pod.cache import PodCache
+from pod.config import PodConfigMixin, PodLlamaConfig, PodQwen3Config, check_sizes
+
+Anchors = tuple[Tensor | None, ...]  # (query group, key) of KV head 0, of KV head 1, ...
+
+
+class PodAttention:
+    """Self-attention whose distant logits come from the block's anchor layer (PoD, arXiv 2412.02252, Eq. 3 and 4).
+
+    Mixed into a family's attention, whose projections and norms it uses.
+    """
+
+    def plan(self, blocks: LayerBlocks) -> None:
+        """Note which heads of this layer are anchors, and whose pair a later layer still reads.
+
+        Args:
+            blocks: the model's blocks.
+        """
+        anchors = blocks.anchors
+        heads = range(anchors.shape[1])
+        ends = self.layer_idx + 1 == anchors.shape[0]
+        self.anchor_of = tuple(int(anchors[self.layer_idx, g]) for g in heads)
+        self.is_anchor = tuple(anchor == self.layer_idx for anchor in self.anchor_of)
+        self.goes_on = tuple(not ends and int(anchors[self.layer_idx + 1, g]) == self.anchor_of[g] for g in heads)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        anchors: Anchors,
+        position_embeddings: tuple[Tensor, Tensor],
+        past_key_values: PodCache | None = None,
+        lengths: Tensor | None = None,
+        document_ids: Tensor | None = None,
+    ) -> tuple[Tensor, Anchors]:
+        """One layer of attention.
+
+        Args:
+            hidden_states: [B, T, hidden].
+            anchors: the running anchors, 2 * H_kv entries.
+            position_embeddings: (cos, sin) of RoPE.
+            past_key_values: cache to write to and read from.
+            lengths: [B] real tokens of left-padded rows.
+            document_ids: [B, T] of packed documents.
+
+        Returns:
+            [B, T, hidden], and the running anchors for the next layer.
+        """
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        q = self.q_proj(hidden_states).view(shape)
+        k = self.k_proj(hidden_states).view(shape)
+        v = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+        if hasattr(self, "q_norm"):
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), *position_embeddings)
+
+        # One query with a cache reads the scores that its anchors left there: nothing has to travel.
+        travels = past_key_values is None or q.shape[2] > 1 or past_key_values.get_seq_length() == 0
+        q_distant, k_distant = self._distant(q, k, anchors) if travels else (None, None)
+        following = self._hand_on(q, k, anchors) if travels else anchors
+        if past_key_values is None:
+            out = shared_score_attention(
+                q,
+                k,
+                v,
+                q_distant,
+                k_distant,
+                sink_size=self.config.sink_size,
+                recent_size=self.config.recent_size,
+                scale=self.scaling,
+                lengths=lengths,
+                document_ids=document_ids,
+            )
+        else:
+            out = past_key_values.attend(self.layer_idx, q, k, v, q_distant, k_distant, self.scaling)
+        out = out.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1)
+        return self.o_proj(out), following
+
+    def _distant(self, q: Tensor, k: Tensor, anchors: Anchors) -> tuple[Tensor | None, Tensor | None]:
+        if all(self.is_anchor):
+            return None, None
+        groups = self.num_key_value_groups
+        queries, keys = [], []
+        for head, is_anchor in enumerate(self.is_anchor):
+            own = q[:, head * groups : (head + 1) * groups]
+            takes_own = is_anchor or self.config.share == "keys"
+            queries.append(own if takes_own else anchors[2 * head])
+            keys.append(k[:, head] if is_anchor else anchors[2 * head + 1])
+        q_distant = q if self.config.share == "keys" else torch.cat(queries, dim=1)
+        return q_distant, torch.stack(keys, dim=1)
+
+    def _hand_on(self, q: Tensor, k: Tensor, anchors: Anchors) -> Anchors:
+        groups = self.num_key_value_groups
+        following: list[Tensor | None] = []
+        for head, (is_anchor, goes_on) in enumerate(zip(self.is_anchor, self.goes_on, strict=True)):
+            if not goes_on:
+                following += [None, None]
+            elif not is_anchor:
+                following += [anchors[2 * head], anchors[2 * head + 1]]
+            else:
+                # Copied out: a view would keep all heads' queries and keys alive as long as this pair travels.
+                copied = q[:, head * groups : (head + 1) * groups].clone(memory_format=torch.contiguous_format)
+                following += [
+                    copied if self.config.share == "scores" else None,
+                    k[:, head].clone(memory_format=torch.contiguous_format),
+                ]
+        return tuple(following)
+
+
+class PodDecoderLayer:
+    """A pre-norm decoder layer that takes the running anchors and hands them on; mixed into a family's layer."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *anchors: Tensor | None,
+        position_embeddings: tuple[Tensor, Tensor],
+        past_key_values: PodCache | None = None,
+        lengths: Tensor | None = None,
+        document_ids: Tensor | None = None,
+    ) -> tuple[Tensor | None, ...]:
+        """[B, T, hidden] and the anchors in; the same out."""
+        attended, anchors = self.self_attn(
+            self.input_layernorm(hidden_states),
+            anchors,
+            position_embeddings=position_embeddings,
+            past_key_values=past_key_values,
+            lengths=lengths,
+            document_ids=document_ids,
+        )
+        hidden_states = hidden_states + attended
+        hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        return hidden_states, *anchors
+
+
+class PodModel:
+    """The decoder stack; mixed into a family's base model."""
+
+    def become_pod(self, layer_class: type[nn.Module], attention_class: type[nn.Module]) -> None:
+        """Give the family's layers, which are built already, PoD's forward.
+
+        PoD adds no parameter, so changing the class is all there is to it; building the layers a second time would
+        double the time and memory of loading.
+        """
+        blocks = self.config.blocks
+        for layer in self.layers:
+            layer.__class__ = layer_class
+            layer.self_attn.__class__ = attention_class
+            layer.self_attn.plan(blocks)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: PodCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        document_ids: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        return_dict: bool | None = None,
+        **kwargs,
+    ) -> BaseModelOutputWithPast | tuple:
+        """Run the decoder.
+
+        Args:
+            input_ids: [B, T] int64; or `inputs_embeds` [B, T, hidden].
+            attention_mask: [B, tokens so far] with 0 for padding. Left padding is exact, sinks and recency count from
+                each row's first real token; right padding without a cache too.
+            position_ids: [B, T] or [1, T] for RoPE. Where they start again and there is neither mask nor cache, a new
+                packed document begins, as in transformers.
+            past_key_values: a `PodCache`.
+            use_cache: return a cache; config.use_cache when None, never in training.
+            document_ids: [B, T] int64, non-decreasing, -1 padding: packed documents, without a cache.
+            output_hidden_states: also return every layer's input and the last output.
+
+        Raises:
+            ValueError: an argument that PoD does not support, by name and with the remedy.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("pass exactly one of input_ids and inputs_embeds")
+        if output_attentions or (output_attentions is None and self.config.output_attentions):
+            raise ValueError(
+                "output_attentions is not supported: PoD never holds the [T, T] weights. Use "
+                "pod.similarity.attention_similarity, or the dense model, to look at attention."
+            )
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        batch, count = inputs_embeds.shape[:2]
+        checkpoints = self.gradient_checkpointing and self.training
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        if past_key_values is None and use_cache and not checkpoints:
+            past_key_values = PodCache(self.config)
+        if past_key_values is not None:
+            _check_cache(past_key_values, self.training)
+            if document_ids is not None:
+                raise ValueError("document_ids are for training without a cache: pass use_cache=False")
+        seen = past_key_values.get_seq_length() if past_key_values is not None else 0
+        mask = _token_mask(attention_mask, batch, seen, count)
+        lengths = None
+        if mask is not None and past_key_values is None:
+            if document_ids is not None:
+                raise ValueError("pass attention_mask or document_ids, not both: document_ids mark padding with -1")
+            lengths = _lengths_of(mask)
+        if position_ids is None:
+            position_ids = torch.arange(seen, seen + count, device=inputs_embeds.device)[None]
+        elif document_ids is None and attention_mask is None and past_key_values is None:
+            document_ids = _documents_of(position_ids, batch)
+        if past_key_values is not None:
+            past_key_values.begin(self.config, inputs_embeds, mask)
+
+        position_embeddings = self.rotary_emb(inputs_embeds, position_ids=position_ids)
+        states: Anchors = (inputs_embeds, *([None] * (2 * self.config.num_key_value_heads)))
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        all_states = [inputs_embeds]
+        for layer in self.layers:
+            states = layer(
+                *states,
+                position_embeddings=position_embeddings,
+                past_key_values=past_key_values,
+                lengths=lengths,
+                document_ids=document_ids,
+            )
+            if output_hidden_states:
+                all_states.append(states[0])
+        hidden_states = self.norm(states[0])
+        if past_key_values is not None:
+            past_key_values.finish()
+        all_states[-1] = hidden_states
+        output = BaseModelOutputWithPast(
+            last_hidden_state=hidden_states,
+            past_key_values=past_key_values if use_cache or past_key_values is not None else None,
+            hidden_states=tuple(all_states) if output_hidden_states else None,
+        )
+        return output if return_dict is None or return_dict else output.to_tuple()
+
+
+class PodForCausalLM:
+    """What `generate` needs to know; mixed into a family's causal LM."""
+
+    def _prepare_cache_for_generation(
+        self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+    ) -> None:
+        # The PoD cache is the default. Another implementation would store what PoD drops, or cannot hold two sizes.
+        if generation_config.cache_implementation is not None:
+            raise ValueError(
+                f"cache_implementation={generation_config.cache_implementation!r} is not supported by PoD models: "
+                "leave it out, and generate uses pod.PodCache, which allocates once as a static cache does"
+            )
+        if generation_config.use_cache is False:
+            return
+        cache = model_kwargs.get("past_key_values")
+        if cache is None:
+            model_kwargs["past_key_values"] = PodCache(self.config, max_length=max_cache_length)
+        else:
+            _check_cache(cache, training=False)
+            cache._is_user_defined = True
+
+    def _prefill(self, input_ids, generation_config, model_kwargs, is_first_iteration=True):
+        cache = model_kwargs.get("past_key_values")
+        if cache is None:
+            return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
+        with cache.prefill():
+            return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
+
+    def forward(self, *args, **kwargs):
+        """The family's forward; see `PodModel.forward` for what PoD adds and refuses."""
+        devices = set(getattr(self, "hf_device_map", {}).values())
+        if len(devices) > 1:
+            raise ValueError(
+                f"the model lies on several devices ({', '.join(map(str, sorted(devices, key=str)))}): anchors would "
+                "have to move between them. Load it with device_map={'': 0}, or use ZeRO-3 to train it."
+            )
+        return super().forward(*args, **kwargs)
+
+
+def _check_cache(cache: object, training: bool) -> None:
+    if not isinstance(cache, PodCache):
+        raise ValueError(
+            f"past_key_values is a {type(cache).__name__}: PoD models need pod.PodCache(model.config), or no cache at "
+            "all, then generate makes one"
+        )
+    if training:
+        raise ValueError("gradients do not flow through a cache: call model.eval(), or train without past_key_values")
+
+
+def _token_mask(attention_mask: Tensor | None, batch: int, seen: int, count: int) -> Tensor | None:
+    """The [B, T] bool mask of the new tokens, None when there is no mask."""
+    if attention_mask is None:
+        return None
+    if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
+        shape = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
+        raise ValueError(
+            f"attention_mask must be [B, tokens] with 0 for padding; got {shape}. A 4-D mask cannot say which keys are "
+            "distant: pass document_ids for packed documents."
+        )
+    if attention_mask.shape[0] != batch or attention_mask.shape[1] not in (count, seen + count):
+        raise ValueError(
+            f"attention_mask must be [{batch}, {seen + count}] (tokens in the cache and new ones); got "
+            f"{tuple(attention_mask.shape)}"
+        )
+    return attention_mask[:, -count:].bool()
+
+
+def _lengths_of(mask: Tensor) -> Tensor | None:
+    """[B] real tokens of left-padded rows; None when no row has padding on the left.
+
+    Padding on the right needs nothing: no real token sees what comes after it, and sinks count from the left.
+    """
+    if bool(mask.all()):
+        return None
+    column = torch.arange(mask.shape[1], device=mask.device)
+    real = mask.sum(dim=1)
+    is_left = (mask == (column >= mask.shape[1] - real[:, None])).all(dim=1)
+    is_right = (mask == (column < real[:, None])).all(dim=1)
+    if bool(is_right.all()):
+        return None
+    if not bool(is_left.all()):
+        row = int((~is_left).nonzero()[0])
+        raise ValueError(
+            f"row {row} of attention_mask is not left-padded while other rows are, or has a hole. Pad all rows on one "
+            "side (tokenizer.padding_side = 'left')."
+        )
+    return real
+
+
+def _documents_of(position_ids: Tensor, batch: int) -> Tensor | None:
+    """[B, T] documents of packed samples, whose positions start again; None when they do not."""
+    starts = torch.zeros_like(position_ids)
+    starts[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    if not bool(starts.any()):
+        return None
+    return starts.cumsum(dim=1).expand(batch, -1)
+
+
+@dataclass(frozen=True)
+class Family:
+    """The classes of one model family, stock and PoD."""
+
+    stock_config: type[PreTrainedConfig]
+    pod_config: type[PreTrainedConfig]
+    pod_base: type[PreTrainedModel]
+    pod_causal_lm: type[PreTrainedModel]
+
+
+class PodLlamaAttention(PodAttention, LlamaAttention):
+    """Llama's attention with shared distant scores."""
+
+
+class PodLlamaDecoderLayer(PodDecoderLayer, LlamaDecoderLayer):
+    """Llama's decoder layer with running anchors."""
+
+
+class PodLlamaModel(PodModel, LlamaModel):
+    """Llama's decoder stack with running anchors."""
+
+    config_class = PodLlamaConfig
+    config: PodLlamaConfig
+
+    def __init__(self, config: PodLlamaConfig) -> None:
+        super().__init__(config)
+        self.become_pod(PodLlamaDecoderLayer, PodLlamaAttention)
+
+
+class PodLlamaForCausalLM(PodForCausalLM, LlamaForCausalLM):
+    """A Llama that shares the scores of distant tokens between neighbouring layers."""
+
+    config_class = PodLlamaConfig
+    config: PodLlamaConfig
+
+    def __init__(self, config: PodLlamaConfig) -> None:
+        super().__init__(config)
+        self.model.__class__ = PodLlamaModel
+        self.model.become_pod(PodLlamaDecoderLayer, PodLlamaAttention)
+
+
+class PodQwen3Attention(PodAttention, Qwen3Attention):
+    """Qwen3's attention with shared distant scores."""
+
+
+class PodQwen3DecoderLayer(PodDecoderLayer, Qwen3DecoderLayer):
+    """Qwen3's decoder layer with running anchors."""
+
+
+class PodQwen3Model(PodModel, Qwen3Model):
+    """Qwen3's decoder stack with running anchors."""
+
+    config_class = PodQwen3Config
+    config: PodQwen3Config
+
+    def __init__(self, config: PodQwen3Config) -> None:
+        super().__init__(config)
+        self.become_pod(PodQwen3DecoderLayer, PodQwen3Attention)
+
+
+class PodQwen3ForCausalLM(PodForCausalLM, Qwen3ForCausalLM):
+    """A Qwen3 that shares the scores of distant tokens between neighbouring layers."""
+
+    config_class = PodQwen3Config
+    config: PodQwen3Config
+
+    def __init__(self, config: PodQwen3Config) -> None:
+        super().__init__(config)
+        self.model.__class__ = PodQwen3Model
+        self.model.become_pod(PodQwen3DecoderLayer, PodQwen3Attention)
+
+
+FAMILIES = {
+    "llama": Family(LlamaConfig, PodLlamaConfig, PodLlamaModel, PodLlamaForCausalLM),
+    "qwen3": Family(Qwen3Config, PodQwen3Config, PodQwen3Model, PodQwen3ForCausalLM),
+}
+
+for _family in FAMILIES.values():
+    AutoConfig.register(_family.pod_config.model_type, _family.pod_config, exist_ok=True)
+    AutoModel.register(_family.pod_config, _family.pod_base, exist_ok=True)
+    AutoModelForCausalLM.register(_family.pod_config, _family.pod_causal_lm, exist_ok=True)
+
+
+def pod_config(
+    config: PreTrainedConfig, blocks: LayerBlocks, sink_size: int, recent_size: int, share: str
+) -> PreTrainedConfig:
+    """The PoD config of a stock (or PoD) config.
+
+    Raises:
+        ValueError: the family is unknown, the blocks are for another model, a size means nothing.
+    """
+    check_sizes(sink_size, recent_size, share)
+    name = config.model_type.removeprefix("pod_")
+    if name not in FAMILIES:
+        raise ValueError(
+            f"model family {config.model_type!r} is not supported; supported are {', '.join(sorted(FAMILIES))}. "
+            "pod/model.py says what a further family takes."
+        )
+    blocks.check(config.num_hidden_layers, config.num_key_value_heads)
+    fields = config.to_dict()
+    fields.pop("model_type", None)
+    fields.update(
+        architectures=[FAMILIES[name].pod_causal_lm.__name__],
+        anchors=blocks.anchors.tolist(),
+        sink_size=sink_size,
+        recent_size=recent_size,
+        share=share,
+    )
+    return FAMILIES[name].pod_config.from_dict(fields)
+
+
+def convert(
+    model_or_path: PreTrainedModel | str | Path,
+    blocks: LayerBlocks,
+    sink_size: int = 16,
+    recent_size: int = 4080,
+    share: str = "scores",
+) -> PreTrainedModel:
+    """Turn a Hugging Face causal LM into a PoD model that shares its weights.
+
+    Args:
+        model_or_path: a causal LM of a supported family (or a PoD model, for other blocks), or where to load it from.
+        blocks: which layers share distant scores, per KV head.
+        sink_size, recent_size: proximal tokens.
+        share: "scores" (the paper's Eq. 3) or "keys".
+
+    Returns:
+        A PoD causal LM on the same parameters and buffers, none of them copied; training one trains the other. The
+        given model stays usable.
+
+    Raises:
+        ValueError: unknown family, blocks for another model, sizes out of range, quantised weights, several devices.
+    """
+    model = model_or_path
+    if isinstance(model, str | Path):
+        model = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise ValueError("the model is quantised: load it without quantization_config, then convert it")
+    if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
+        raise ValueError("the model lies on several devices: load it with device_map={'': 0}, then convert it")
+    config = pod_config(model.config, blocks, sink_size, recent_size, share)
+    family = FAMILIES[model.config.model_type.removeprefix("pod_")]
+    if not hasattr(model, "lm_head"):
+        raise ValueError(f"{type(model).__name__} has no lm_head: pass a causal LM, loaded by AutoModelForCausalLM")
+    with torch.device("meta"):
+        converted = family.pod_causal_lm(config)
+    # Parameters come as the very objects (keep_vars), so nothing is copied and tied weights stay tied.
+    converted.load_state_dict(model.state_dict(keep_vars=True), assign=True)
+    converted.model.rotary_emb = model.model.rotary_emb  # its frequencies are no part of the state
+    converted.generation_config = model.generation_config
+    return converted.train(model.training)
