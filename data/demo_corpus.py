@@ -104,7 +104,7 @@ def planted_sample(
         first = first * spare if min_distance else first
         lines += [(first, index, False, stated), (second, index, True, asked)]
         used += len(stated) + len(asked)
-    if used > length // 2:
+    if used > length * 4 // 5:
         return planted_sample(modules, length, seed, keys - 1, min_distance, phrase)
     body = plain_sample(modules, length - used, seed)
     breaks = [0] + [i + 1 for i, byte in enumerate(body) if byte == 10]

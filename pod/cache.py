@@ -14,12 +14,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from pod_kernels import LayerSegments, Segments, cached_attention, shared_score_attention
 from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 
 from pod.blocks import LayerBlocks
+from pod_kernels import LayerSegments, Segments, cached_attention, shared_score_attention
 
 
 @dataclass

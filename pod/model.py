@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from pod_kernels import shared_score_attention
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -36,7 +35,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3Decode
 
 from pod.blocks import LayerBlocks
 from pod.cache import PodCache
-from pod.config import PodConfigMixin, PodLlamaConfig, PodQwen3Config, check_sizes
+from pod.config import PodLlamaConfig, PodQwen3Config, check_sizes
+from pod_kernels import shared_score_attention
 
 Anchors = tuple[Tensor | None, ...]  # (query group, key) of KV head 0, of KV head 1, ...
 
