@@ -4,6 +4,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -119,6 +120,15 @@ def simulate(
                     lse[row, head, column] = math.log(total)
                     gate[row, head, column] = proximal_mass / total
     return out, lse, gate
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """The tensors are tiny: threads would spend their time waiting for one another, above all on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 # The reference against the loop
