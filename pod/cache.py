@@ -89,6 +89,7 @@ class PodCache(Cache):
         self._lengths: Tensor | None = None  # [B] real tokens of each row; the segments share this tensor
         self._longest = 0
         self._columns = 0  # columns seen, padding included: what `generate` counts
+        self._most_columns = 0  # the most there ever were: cropping does not bring back what they pushed out of a ring
         self._capacity = 0
         self._even = True
         self._in_prefill = False
@@ -243,6 +244,7 @@ class PodCache(Cache):
         self._lengths.copy_(torch.maximum(step.before, step.positions.amax(dim=1) + 1))
         self._longest = step.length
         self._columns += step.positions.shape[1]
+        self._most_columns = max(self._most_columns, self._columns)
         self._even = step.even
         self._step = None
 
@@ -321,7 +323,7 @@ class PodCache(Cache):
         """Forget all tokens and free the storage."""
         self._segments = []
         self._workspace = self._lengths = self._step = None
-        self._longest = self._columns = self._capacity = 0
+        self._longest = self._columns = self._most_columns = self._capacity = 0
         self._even = True
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -330,10 +332,14 @@ class PodCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times."""
+        if self._lengths is None:
+            return
         self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows `indices` [n], in that order."""
+        if self._lengths is None:
+            return
         rows = indices.to(self._lengths.device)
         if rows.dtype == torch.bool:
             rows = rows.nonzero()[:, 0]
@@ -344,7 +350,8 @@ class PodCache(Cache):
         """Take back the last tokens of every row (rejected drafts).
 
         Args:
-            tokens_to_remove: a negative number of tokens, as transformers counts, at most `crop_slack`.
+            tokens_to_remove: a negative number of tokens, as transformers counts. Together with what was cropped and
+                not written again, at most `crop_slack`.
 
         Raises:
             ValueError: positive, more than `crop_slack`, or more than a row holds.
@@ -354,10 +361,13 @@ class PodCache(Cache):
             raise ValueError(f"crop takes a negative number of tokens to remove, got {tokens_to_remove}")
         if removed == 0:
             return
-        if removed > self.crop_slack or removed > int(self._lengths.min()):
+        shortest = 0 if self._lengths is None else int(self._lengths.min())
+        gone = self._most_columns - self._columns
+        if gone + removed > self.crop_slack or removed > shortest:
             raise ValueError(
-                f"cannot take back {removed} tokens: recent keys are kept for {self.crop_slack} (crop_slack) and the "
-                f"shortest row holds {int(self._lengths.min())}. Make the cache with a larger crop_slack."
+                f"cannot take back {removed} tokens: recent keys are kept for {self.crop_slack} (crop_slack), {gone} "
+                f"are taken back already and the shortest row holds {shortest}. Make the cache with a larger "
+                "crop_slack."
             )
         self._lengths -= removed
         self._longest -= removed

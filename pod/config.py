@@ -73,7 +73,7 @@ class PodLlamaConfig(PodConfigMixin, LlamaConfig):
     sink_size: int = 16
     recent_size: int = 4080
     share: str = "scores"
-    tau: float | None = None
+    tau: float | int | None = None
 
 
 @strict
@@ -86,4 +86,4 @@ class PodQwen3Config(PodConfigMixin, Qwen3Config):
     sink_size: int = 16
     recent_size: int = 4080
     share: str = "scores"
-    tau: float | None = None
+    tau: float | int | None = None

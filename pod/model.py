@@ -221,6 +221,11 @@ class PodModel:
                 "output_attentions is not supported: PoD never holds the [T, T] weights. Use "
                 "pod.similarity.attention_similarity, or the dense model, to look at attention."
             )
+        if self.training and self.config.attention_dropout:
+            raise ValueError(
+                f"attention_dropout={self.config.attention_dropout} is not supported: PoD never holds "
+                "the [T, T] weights it would act on. Set config.attention_dropout = 0.0 to train."
+            )
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         batch, count = inputs_embeds.shape[:2]
@@ -302,15 +307,40 @@ class PodForCausalLM:
         with cache.prefill():
             return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
 
-    def forward(self, *args, **kwargs):
-        """The family's forward; see `PodModel.forward` for what PoD adds and refuses."""
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: PodCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs,
+    ):
+        """The family's forward; see `PodModel.forward` for what PoD adds and refuses.
+
+        The arguments are spelled out because `generate` reads them off the signature: what it does not find there
+        (attention_mask, position_ids, logits_to_keep) it would not pass.
+        """
         devices = set(getattr(self, "hf_device_map", {}).values())
         if len(devices) > 1:
             raise ValueError(
                 f"the model lies on several devices ({', '.join(map(str, sorted(devices, key=str)))}): anchors would "
                 "have to move between them. Load it with device_map={'': 0}, or use ZeRO-3 to train it."
             )
-        return super().forward(*args, **kwargs)
+        return super().forward(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            labels=labels,
+            use_cache=use_cache,
+            logits_to_keep=logits_to_keep,
+            **kwargs,
+        )
 
 
 def _check_cache(cache: object, training: bool) -> None:
@@ -518,8 +548,12 @@ def convert(
         raise ValueError(f"{type(model).__name__} has no lm_head: pass a causal LM, loaded by AutoModelForCausalLM")
     with torch.device("meta"):
         converted = family.pod_causal_lm(config)
-    # Parameters come as the very objects (keep_vars), so nothing is copied and tied weights stay tied.
-    converted.load_state_dict(model.state_dict(keep_vars=True), assign=True)
+    # Parameters come as the very objects (keep_vars), so nothing is copied and tied weights stay tied. Assigning gives
+    # them the requires_grad of what they replace: set that first, or frozen ones would thaw in both models.
+    state = model.state_dict(keep_vars=True)
+    for name, parameter in converted.named_parameters():
+        parameter.requires_grad_(name not in state or state[name].requires_grad)
+    converted.load_state_dict(state, assign=True)
     converted.model.rotary_emb = model.model.rotary_emb  # its frequencies are no part of the state
     converted.generation_config = model.generation_config
     return converted.train(model.training)

@@ -1,0 +1,684 @@
+"""The PoD cache: decoding with it equals recomputing without it, its bytes are the formula's, misuse is refused."""
+
+from functools import cache as memoized
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM, set_seed
+
+import pod
+
+# One row per layer, one column per KV head: blocks of one, two, three layers, begun in different layers.
+ANCHORS = ((0, 0), (0, 1), (2, 1), (2, 1), (2, 4))
+DENSE = tuple((layer, layer) for layer in range(5))
+VOCAB, SINKS, RECENT = 97, 3, 8
+STOCK = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
+
+ALL_MODELS = [
+    pytest.param(("llama", "scores", ANCHORS), id="llama-scores"),
+    pytest.param(("llama", "keys", ANCHORS), id="llama-keys"),
+    pytest.param(("qwen3", "scores", ANCHORS), id="qwen3-scores"),
+    pytest.param(("qwen3", "keys", ANCHORS), id="qwen3-keys"),
+    pytest.param(("llama", "scores", DENSE), id="llama-dense"),
+]
+SHARES = [ALL_MODELS[0], ALL_MODELS[3]]
+
+
+@memoized
+def stock_model(family: str, layers: int, hidden: int):
+    config_class, model_class = STOCK[family]
+    torch.manual_seed(0)
+    config = config_class(
+        vocab_size=VOCAB,
+        hidden_size=hidden,
+        intermediate_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=hidden // 4,
+        max_position_embeddings=8192,
+        initializer_range=0.2,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return model_class(config).eval()
+
+
+@memoized
+def build(family="llama", share="scores", anchors=ANCHORS, sinks=SINKS, recent=RECENT, hidden=64):
+    """A tiny random PoD model in float32."""
+    blocks = pod.LayerBlocks([list(row) for row in anchors])
+    stock = stock_model(family, len(anchors), hidden)
+    return pod.convert(stock, blocks, sink_size=sinks, recent_size=recent, share=share)
+
+
+def tokens(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(1, VOCAB, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def left_padded(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """ids and mask [B, T] of rows of different lengths."""
+    ids = tokens(len(lengths), max(lengths))
+    mask = (torch.arange(max(lengths)) >= max(lengths) - torch.tensor(lengths)[:, None]).long()
+    return ids * mask, mask
+
+
+def positions_of(mask: Tensor) -> Tensor:
+    """position_ids as `generate` makes them."""
+    return (mask.cumsum(dim=1) - 1).masked_fill(mask == 0, 0)
+
+
+@torch.no_grad()
+def recomputed(model, ids: Tensor, **kwargs) -> Tensor:
+    return model(ids, use_cache=False, **kwargs).logits
+
+
+@torch.no_grad()
+def fed(model, cache: pod.PodCache, ids: Tensor, mask: Tensor | None = None, chunks: tuple[int, ...] = ()) -> Tensor:
+    """Logits of `ids`, fed to the model in chunks (one when not told), beside what the cache holds already."""
+    seen, logits = cache.get_seq_length(), []
+    for chunk in ids.split(list(chunks) or [ids.shape[1]], dim=1):
+        kwargs = {}
+        if mask is not None:
+            so_far = mask[:, : seen + chunk.shape[1]]
+            kwargs = dict(attention_mask=so_far, position_ids=positions_of(so_far)[:, -chunk.shape[1] :])
+        logits.append(model(chunk, past_key_values=cache, **kwargs).logits)
+        seen += chunk.shape[1]
+    return torch.cat(logits, dim=1)
+
+
+def greedy(model, cache: pod.PodCache, logits: Tensor, steps: int, mask: Tensor | None = None) -> tuple:
+    """Decode token by token. Returns the new ids [B, steps], their logits, and the mask with them."""
+    ids, all_logits = [], []
+    for _ in range(steps):
+        ids.append(logits[:, -1:].argmax(dim=-1))
+        if mask is not None:
+            mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+        logits = fed(model, cache, ids[-1], mask)
+        all_logits.append(logits)
+    return torch.cat(ids, dim=1), torch.cat(all_logits, dim=1), mask
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
+
+
+def split_into(total: int, size: int) -> tuple[int, ...]:
+    return tuple(min(size, total - first) for first in range(0, total, size))
+
+
+# ---------------------------------------------------------------------- decoding equals recomputing
+
+
+@pytest.mark.parametrize("which", ALL_MODELS)
+@pytest.mark.parametrize("slack, prompt, steps", [(0, 5, 30), (3, 25, 12), (64, 2, 90)])
+def test_greedy_equals_recomputation_at_every_step(which, slack, prompt, steps):
+    # From below the proximal window to far beyond it; the ring goes round in each case.
+    model, ids = build(*which), tokens(2, prompt)
+    cache = pod.PodCache(model.config, crop_slack=slack)
+    first = fed(model, cache, ids)
+    new, logits, _ = greedy(model, cache, first, steps)
+    whole = torch.cat([ids, new], dim=1)
+    assert cache.get_seq_length() == prompt + steps
+    # Every step against a computation that never saw a later token.
+    for end in range(prompt, prompt + steps + 1, 1 if steps < 40 else 7):
+        got = first[:, -1] if end == prompt else logits[:, end - prompt - 1]
+        assert_close(got, recomputed(model, whole[:, :end])[:, -1])
+    assert_close(torch.cat([first, logits], dim=1), recomputed(model, whole))
+
+
+@pytest.mark.parametrize("sinks, recent", [(0, 1), (0, 6), (2, 12), (4, 6)])
+@pytest.mark.parametrize("share", ["scores", "keys"])
+def test_greedy_equals_recomputation_for_other_sizes(sinks, recent, share):
+    model, ids = build("llama", share, ANCHORS, sinks, recent), tokens(2, 3)
+    cache = pod.PodCache(model.config, crop_slack=1)
+    first = fed(model, cache, ids)
+    new, logits, _ = greedy(model, cache, first, 25)
+    assert_close(torch.cat([first, logits], dim=1), recomputed(model, torch.cat([ids, new], dim=1)))
+
+
+def test_sharing_matters_in_these_models():
+    # Otherwise the tests above would compare dense models.
+    ids = tokens(1, 40)
+    dense, shared = recomputed(build(anchors=DENSE), ids), recomputed(build(), ids)
+    keys = recomputed(build(share="keys"), ids)
+    assert (dense[:, SINKS + RECENT :] - shared[:, SINKS + RECENT :]).abs().max() > 0.1
+    assert (keys[:, SINKS + RECENT :] - shared[:, SINKS + RECENT :]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("which", ALL_MODELS)
+def test_sampling_equals_recomputation(which):
+    model, ids = build(*which), tokens(2, 6)
+    options = dict(max_new_tokens=30, do_sample=True, temperature=1.5, output_logits=True, return_dict_in_generate=True)
+    set_seed(3)
+    cached = model.generate(ids, **options)
+    set_seed(3)
+    plain = model.generate(ids, use_cache=False, **options)
+    assert torch.equal(cached.sequences, plain.sequences)
+    assert cached.sequences.unique().numel() > 10
+    assert_close(torch.stack(cached.logits), torch.stack(plain.logits))
+    assert isinstance(cached.past_key_values, pod.PodCache) and plain.past_key_values is None
+
+
+@pytest.mark.parametrize("which", ALL_MODELS)
+@pytest.mark.parametrize("slack", [0, 64])
+def test_left_padded_rows_equal_themselves_alone(which, slack):
+    model, lengths, steps = build(*which), (23, 1, 9), 25
+    ids, mask = left_padded(lengths)  # the row of one token goes on filling its sinks while decoding
+    cache = pod.PodCache(model.config, crop_slack=slack)
+    first = fed(model, cache, ids, mask)
+    new, logits, mask = greedy(model, cache, first, steps, mask)
+    whole = torch.cat([ids, new], dim=1)
+    got = torch.cat([first, logits], dim=1)
+    together = recomputed(model, whole, attention_mask=mask, position_ids=positions_of(mask))
+    for row, length in enumerate(lengths):
+        start = max(lengths) - length
+        assert_close(got[row, start:], recomputed(model, whole[row : row + 1, start:])[0])
+        assert_close(got[row, start:], together[row, start:])
+
+
+@pytest.mark.parametrize("which", SHARES)
+def test_generate_with_left_padding_equals_recomputation(which):
+    model = build(*which)
+    ids, mask = left_padded((17, 2, 8))
+    options = dict(attention_mask=mask, max_new_tokens=20, do_sample=False, output_logits=True)
+    options["return_dict_in_generate"] = True
+    cached, plain = model.generate(ids, **options), model.generate(ids, use_cache=False, **options)
+    assert torch.equal(cached.sequences, plain.sequences)
+    assert_close(torch.stack(cached.logits), torch.stack(plain.logits))
+
+
+@pytest.mark.parametrize("which", ALL_MODELS)
+@pytest.mark.parametrize("size", [1, 7, 64])
+@pytest.mark.parametrize("slack, max_length", [(0, None), (64, 100)])
+def test_prefill_in_chunks_equals_one_piece(which, size, slack, max_length):
+    model, ids = build(*which), tokens(2, 85)
+    cache = pod.PodCache(model.config, max_length=max_length, crop_slack=slack)
+    with cache.prefill():
+        first = fed(model, cache, ids, chunks=split_into(85, size))
+    new, logits, _ = greedy(model, cache, first, 10)
+    assert_close(torch.cat([first, logits], dim=1), recomputed(model, torch.cat([ids, new], dim=1)))
+
+
+@pytest.mark.parametrize("sinks", [0, SINKS])
+@pytest.mark.parametrize("size", [1, 7, 64])
+@pytest.mark.parametrize("slack", [0, 64])
+def test_left_padded_prefill_in_chunks(sinks, size, slack):
+    model, lengths = build(sinks=sinks), (30, 2, 13)
+    ids, mask = left_padded(lengths)  # whole chunks of the short rows are padding
+    cache = pod.PodCache(model.config, crop_slack=slack)
+    with cache.prefill():
+        first = fed(model, cache, ids, mask, split_into(30, size))
+    new, logits, _ = greedy(model, cache, first, 15, mask)
+    whole, got = torch.cat([ids, new], dim=1), torch.cat([first, logits], dim=1)
+    for row, length in enumerate(lengths):
+        assert_close(got[row, 30 - length :], recomputed(model, whole[row : row + 1, 30 - length :])[0])
+
+
+@pytest.mark.parametrize("which", SHARES)
+@pytest.mark.parametrize("lengths", [(50,), (50, 2, 31)], ids=["even", "padded"])
+@pytest.mark.parametrize("size", [1, 7, 64])
+def test_generate_with_prefill_chunk_size(which, lengths, size):
+    model = build(*which)
+    ids, mask = left_padded(lengths)
+    options = dict(attention_mask=mask, max_new_tokens=12, do_sample=False, output_logits=True)
+    options["return_dict_in_generate"] = True
+    chunked = model.generate(ids, prefill_chunk_size=size, **options)
+    plain = model.generate(ids, use_cache=False, **options)
+    assert torch.equal(chunked.sequences, plain.sequences)
+    assert_close(torch.stack(chunked.logits), torch.stack(plain.logits))
+
+
+@pytest.mark.parametrize("which", ALL_MODELS)
+@pytest.mark.parametrize("added, max_length", [(1, 80), (9, None)])
+def test_generate_twice_on_one_cache(which, added, max_length):
+    model, ids = build(*which), tokens(2, 6)
+    cache = pod.PodCache(model.config, max_length=max_length, crop_slack=2)
+    # No padding token is generated: `generate` would take it for padding in the second turn.
+    options = dict(max_new_tokens=14, do_sample=False, suppress_tokens=[0], output_logits=True)
+    options["return_dict_in_generate"] = True
+    first = model.generate(ids, past_key_values=cache, **options)
+    assert first.past_key_values is cache and cache.get_seq_length() == 19
+    turn = torch.cat([first.sequences, tokens(2, added, seed=1)], dim=1)
+    second = model.generate(turn, past_key_values=cache, **options)
+    plain = model.generate(turn, use_cache=False, **options)
+    assert torch.equal(second.sequences, plain.sequences)
+    assert_close(torch.stack(second.logits), torch.stack(plain.logits))
+    assert cache.get_seq_length() == second.sequences.shape[1] - 1
+
+
+@pytest.mark.parametrize("which", SHARES)
+@pytest.mark.parametrize("lengths", [(16, 16), (16, 2)], ids=["even", "padded"])
+def test_beam_search_equals_recomputation(which, lengths):
+    model = build(*which)
+    ids, mask = left_padded(lengths)
+    options = dict(attention_mask=mask, max_new_tokens=16, do_sample=False, num_beams=3, num_return_sequences=2)
+    options.update(output_scores=True, return_dict_in_generate=True)
+    cached, plain = model.generate(ids, **options), model.generate(ids, use_cache=False, **options)
+    assert isinstance(cached.past_key_values, pod.PodCache)
+    assert torch.equal(cached.sequences, plain.sequences)
+    assert_close(cached.sequences_scores, plain.sequences_scores)
+
+
+def test_generate_uses_a_pod_cache_of_the_right_size():
+    model = build()
+    out = model.generate(tokens(1, 20), max_new_tokens=30, return_dict_in_generate=True)
+    cache = out.past_key_values
+    assert type(cache) is pod.PodCache and cache.max_length in (49, 50) and cache.get_seq_length() == 49
+    assert cache.nbytes() == cache.expected_nbytes(cache.max_length, itemsize=4)
+
+
+def test_generate_sees_padding_and_asks_for_the_last_logits(monkeypatch):
+    # Both hang on the names in the signature of `forward`, which generate reads.
+    model = build()
+    ids, mask = left_padded((12, 2))
+    expected = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
+    sizes, head = [], model.lm_head.forward
+    monkeypatch.setattr(model.lm_head, "forward", lambda hidden: sizes.append(hidden.shape[1]) or head(hidden))
+    assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), expected)
+    assert sizes == [1] * 6
+
+
+def test_forward_makes_a_cache_when_asked():
+    model = build()
+    assert type(model(tokens(1, 4)).past_key_values) is pod.PodCache
+    assert model(tokens(1, 4), use_cache=False).past_key_values is None
+
+
+@pytest.mark.parametrize("which", SHARES)
+def test_bfloat16_decodes(which):
+    model = pod.convert(
+        stock_model(which[0], 5, 64), build(*which).config.blocks, sink_size=SINKS, recent_size=RECENT, share=which[1]
+    )
+    model = type(model)(model.config).to(torch.bfloat16).eval()
+    ids = tokens(2, 8)
+    cache = pod.PodCache(model.config, crop_slack=0)
+    first = fed(model, cache, ids)
+    new, logits, _ = greedy(model, cache, first, 20)
+    expected = recomputed(model, torch.cat([ids, new], dim=1))
+    assert {storage.dtype for storage in cache.storages()} == {torch.bfloat16}
+    difference = (torch.cat([first, logits], dim=1) - expected).float().abs().max()
+    assert difference < 0.1 * expected.float().abs().max()
+
+
+# ---------------------------------------------------------------------- cropping and rows
+
+
+@pytest.mark.parametrize("which", SHARES)
+@pytest.mark.parametrize("removed, slack", [(1, 4), (4, 4), (64, 64)])
+@pytest.mark.parametrize("chunks", [(1,) * 6, (6,), (3, 1, 2)], ids=str)
+def test_crop_then_continue_equals_recomputation(which, removed, slack, chunks):
+    model = build(*which)
+    ids, mask = left_padded((92, 70))
+    cache = pod.PodCache(model.config, crop_slack=slack)
+    fed(model, cache, ids[:, :60], mask[:, :60])
+    fed(model, cache, ids[:, 60:], mask, chunks=(1,) * 32)
+    cache.crop(-removed)
+    kept = 92 - removed
+    assert cache.get_seq_length() == kept
+    new = tokens(2, 6, seed=5)
+    whole = torch.cat([ids[:, :kept], new], dim=1)
+    mask = torch.cat([mask[:, :kept], torch.ones(2, 6, dtype=torch.long)], dim=1)
+    got = fed(model, cache, new, mask, chunks)
+    for row, start in enumerate((0, 22)):
+        assert_close(got[row], recomputed(model, whole[row : row + 1, start:])[0, -6:])
+
+
+def test_crop_to_the_prompt_and_back_to_nothing():
+    model, ids = build(), tokens(2, 12)
+    cache = pod.PodCache(model.config)
+    expected = fed(model, cache, ids)
+    cache.crop(0)
+    assert cache.get_seq_length() == 12
+    cache.crop(-12)
+    assert cache.get_seq_length() == 0 and not (cache.positions(0) >= 0).any()
+    assert_close(fed(model, cache, ids), expected)
+
+
+def test_crop_beyond_the_slack_is_refused():
+    model = build()
+    cache = pod.PodCache(model.config, crop_slack=5)
+    fed(model, cache, tokens(1, 40))
+    with pytest.raises(ValueError, match="crop_slack"):
+        cache.crop(-6)
+    with pytest.raises(ValueError, match="negative number"):
+        cache.crop(3)
+    assert cache.get_seq_length() == 40
+    # The slack is counted from the longest the rows have been: what was pushed out of the ring stays out.
+    cache.crop(-3)
+    with pytest.raises(ValueError, match="crop_slack"):
+        cache.crop(-3)
+    cache.crop(-2)
+    assert cache.get_seq_length() == 35
+    # What is written again moves the border on only when it goes beyond.
+    fed(model, cache, tokens(1, 3))
+    with pytest.raises(ValueError, match="crop_slack"):
+        cache.crop(-4)
+    fed(model, cache, tokens(1, 4))
+    cache.crop(-5)
+    assert cache.get_seq_length() == 37
+
+
+def test_repeated_crops_within_the_slack_stay_exact():
+    # Speculative decoding: four drafts at a time, two or four of them rejected.
+    model, ids = build(), tokens(1, 30)
+    cache = pod.PodCache(model.config, crop_slack=4)
+    fed(model, cache, ids)
+    for turn, rejected in enumerate((2, 4, 2, 4, 3, 1)):
+        drafts = tokens(1, 4, seed=10 + turn)
+        got = fed(model, cache, drafts)
+        assert_close(got, recomputed(model, torch.cat([ids, drafts], dim=1))[:, -4:])
+        cache.crop(-rejected)
+        ids = torch.cat([ids, drafts[:, : 4 - rejected]], dim=1)
+    assert cache.get_seq_length() == ids.shape[1]
+
+
+def test_crop_of_more_than_a_row_holds_is_refused():
+    model = build()
+    ids, mask = left_padded((9, 2))
+    cache = pod.PodCache(model.config)
+    with pytest.raises(ValueError, match="cannot take back"):
+        cache.crop(-1)
+    fed(model, cache, ids, mask)
+    with pytest.raises(ValueError, match="shortest row holds 2"):
+        cache.crop(-3)
+
+
+@pytest.mark.parametrize("which", SHARES)
+@pytest.mark.parametrize("kind", ["select", "mask", "repeat", "reorder"])
+def test_rows_selected_repeated_and_reordered(which, kind):
+    model = build(*which)
+    ids, mask = left_padded((25, 2, 11))
+    cache = pod.PodCache(model.config, crop_slack=1)
+    fed(model, cache, ids, mask)
+    fed(model, cache, tokens(3, 1), torch.nn.functional.pad(mask, (0, 1), value=1))
+    rows = {"select": [2, 0], "mask": [0, 2], "repeat": [0, 0, 1, 1, 2, 2], "reorder": [1, 1, 0]}[kind]
+    if kind == "select":
+        cache.batch_select_indices(torch.tensor(rows))
+    elif kind == "mask":
+        cache.batch_select_indices(torch.tensor([True, False, True]))
+    elif kind == "repeat":
+        cache.batch_repeat_interleave(2)
+    else:
+        cache.reorder_cache(torch.tensor(rows))
+    assert cache.batch_size == len(rows)
+    assert cache.nbytes() == sum(storage.untyped_storage().nbytes() for storage in cache.storages())
+    new = tokens(len(rows), 14, seed=4)
+    mask = torch.nn.functional.pad(mask[rows], (0, 15), value=1)
+    got = fed(model, cache, new, mask, (1,) * 8 + (6,))
+    whole = torch.cat([ids[rows], tokens(3, 1)[rows], new], dim=1)
+    for place, row in enumerate(rows):
+        start = 25 - (25, 2, 11)[row]
+        assert_close(got[place], recomputed(model, whole[place : place + 1, start:])[0, -14:])
+
+
+def test_rows_of_an_empty_cache():
+    # What transformers calls before anything is stored.
+    cache = pod.PodCache(build().config)
+    cache.batch_select_indices(torch.tensor([0]))
+    cache.batch_repeat_interleave(3)
+    cache.crop(0)
+    assert cache.nbytes() == 0 and cache.get_seq_length() == 0 and cache.batch_size == -1
+
+
+def test_reset_frees_and_starts_again():
+    model = build()
+    cache = pod.PodCache(model.config)
+    expected = fed(model, cache, tokens(2, 20))
+    cache.reset()
+    assert cache.nbytes() == 0 and cache.get_seq_length() == 0 and not cache.is_initialized
+    assert_close(fed(model, cache, tokens(2, 20)), expected)
+
+
+def test_positions_of_left_padded_rows():
+    model, lengths = build(), (20, 2, 7)
+    ids, mask = left_padded(lengths)
+    cache = pod.PodCache(model.config)
+    with pytest.raises(ValueError, match="empty"):
+        cache.positions(0)
+    fed(model, cache, ids, mask)
+    mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+    fed(model, cache, tokens(3, 1), mask)
+    for layer in range(5):
+        positions = cache.positions(layer)
+        assert positions.shape == (3, 2, 21) and positions.dtype == torch.long
+        for row, length in enumerate(lengths):
+            for head in range(2):
+                held = sorted(p for p in positions[row, head].tolist() if p >= 0)
+                assert held == list(range(length + 1))
+                assert (positions[row, head] == -1).sum() == 20 - length
+
+
+# ---------------------------------------------------------------------- bytes and storage
+
+
+def formula(anchors, *, length: int, batch: int, dim: int, itemsize: int, sinks: int, recent: int, slack: int) -> int:
+    """DESIGN's count, one layer and KV head at a time."""
+    total = 0
+    for layer, row in enumerate(anchors):
+        for anchor in row:
+            values = length
+            keys = length if anchor == layer else min(length, sinks + recent + slack)
+            total += values + keys
+    return batch * dim * itemsize * total
+
+
+@pytest.mark.parametrize("anchors", [ANCHORS, DENSE], ids=["blocks", "dense"])
+@pytest.mark.parametrize("max_length", [4, 50, 200])
+@pytest.mark.parametrize("slack", [0, 64])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_nbytes_is_the_formula_and_the_storages(anchors, max_length, slack, batch):
+    model = build(anchors=anchors)
+    cache = pod.PodCache(model.config, max_length=max_length, crop_slack=slack)
+    assert cache.nbytes() == 0
+    fed(model, cache, tokens(batch, 4))
+    sizes = dict(length=max_length, batch=batch, dim=16, itemsize=4, sinks=SINKS, recent=RECENT, slack=slack)
+    assert cache.nbytes() == formula(anchors, **sizes)
+    assert cache.nbytes() == cache.expected_nbytes(max_length, batch=batch, itemsize=4)
+    storages = {storage.untyped_storage().data_ptr(): storage for storage in cache.storages() if storage.numel()}
+    assert cache.nbytes() == sum(storage.untyped_storage().nbytes() for storage in storages.values())
+
+
+def test_bytes_saved_at_35_percent():
+    # 14 of 20 pairs of layer and KV head share their keys.
+    first, second = (0, 0, 0, 0, 4, 4, 4, 4, 8, 8), (0, 1, 1, 1, 1, 5, 5, 5, 5, 5)
+    anchors = tuple(zip(first, second, strict=True))
+    shared = build(anchors=anchors, sinks=4, recent=60, hidden=16)
+    dense = build(anchors=tuple((layer, layer) for layer in range(10)), sinks=4, recent=60, hidden=16)
+    assert shared.config.blocks.kv_saving == pytest.approx(0.35)
+    held = {}
+    for name, model in (("shared", shared), ("dense", dense)):
+        cache = pod.PodCache(model.config, max_length=4096)
+        fed(model, cache, tokens(1, 8))
+        held[name] = cache.nbytes()
+        assert held[name] == cache.expected_nbytes(4096, itemsize=4)
+    assert held["dense"] == 10 * 2 * 2 * 4096 * 4 * 4
+    assert 0.33 <= 1 - held["shared"] / held["dense"] < 0.35
+
+
+@pytest.mark.parametrize("which", SHARES)
+@pytest.mark.parametrize("lengths", [(20, 20), (20, 2)], ids=["even", "padded"])
+def test_nothing_is_reallocated_while_decoding(which, lengths):
+    model = build(*which)
+    ids, mask = left_padded(lengths)
+    cache = pod.PodCache(model.config, max_length=121, crop_slack=4)
+    first = fed(model, cache, ids, mask)
+
+    def pointers() -> list[int]:
+        return [storage.data_ptr() for storage in cache.storages()]
+
+    after_prefill = pointers()
+    new, logits, mask = greedy(model, cache, first, 1, mask)
+    workspace = cache._workspace
+    assert (workspace is None) == (which[1] == "keys")
+    held = [workspace.data_ptr() if workspace is not None else None]
+    nbytes = cache.nbytes()
+    for _ in range(100):
+        _, logits, mask = greedy(model, cache, logits, 1, mask)
+        assert pointers() == after_prefill
+        assert [cache._workspace.data_ptr() if cache._workspace is not None else None] == held
+    assert cache.get_seq_length() == 121 and cache.nbytes() == nbytes
+
+
+def test_growth_by_an_eighth_without_max_length():
+    model, ids = build(), tokens(2, 64)
+    cache = pod.PodCache(model.config, crop_slack=0)
+    logits = [fed(model, cache, ids)]
+    sizes = dict(batch=2, dim=16, itemsize=4, sinks=SINKS, recent=RECENT, slack=0)
+    assert cache.nbytes() == formula(ANCHORS, length=64, **sizes)
+    grown = []
+    for step in range(1, 81):
+        pointers, before = [storage.data_ptr() for storage in cache.storages()], cache.nbytes()
+        logits.append(fed(model, cache, tokens(2, 1, seed=step)))
+        if cache.nbytes() != before:
+            grown.append(64 + step)
+        else:
+            assert [storage.data_ptr() for storage in cache.storages()] == pointers
+        assert cache.nbytes() <= formula(ANCHORS, length=(64 + step) * 9 // 8, **sizes)
+        assert cache.nbytes() == sum(storage.untyped_storage().nbytes() for storage in cache.storages())
+    # 65 needs more than 64 and takes 65 + 8; 74 takes 74 + 9; and so on.
+    assert grown == [65, 74, 84, 95, 107, 121, 137]
+    whole = torch.cat([ids, *(tokens(2, 1, seed=step) for step in range(1, 81))], dim=1)
+    assert_close(torch.cat(logits, dim=1), recomputed(model, whole))
+
+
+# ---------------------------------------------------------------------- misuse
+
+
+def test_a_cache_of_another_model_is_refused():
+    model = build()
+    others = {
+        "blocks": build(anchors=DENSE),
+        "recent_size": build(recent=9),
+        "share": build(share="keys"),
+        "layers": build(anchors=ANCHORS[:4]),
+        "heads of 8": build(hidden=32),
+    }
+    for name, other in others.items():
+        with pytest.raises(ValueError, match="made for another model"):
+            model(tokens(1, 4), past_key_values=pod.PodCache(other.config))
+        with pytest.raises(ValueError, match=name if name != "blocks" else "LayerBlocks"):
+            model.generate(tokens(1, 4), past_key_values=pod.PodCache(other.config), max_new_tokens=2)
+
+
+def test_a_filled_cache_of_another_model_is_refused():
+    cache = pod.PodCache(build().config)
+    fed(build(), cache, tokens(1, 4))
+    with pytest.raises(ValueError, match="made for another model"):
+        build(anchors=DENSE)(tokens(1, 1), past_key_values=cache)
+
+
+def test_a_cache_of_an_equal_config_is_taken():
+    model = build()
+    copy = type(model.config).from_dict(model.config.to_dict())
+    assert_close(fed(model, pod.PodCache(copy), tokens(1, 20)), recomputed(model, tokens(1, 20)))
+
+
+def test_other_caches_are_refused():
+    model = build()
+    with pytest.raises(ValueError, match="DynamicCache.*PodCache"):
+        model(tokens(1, 4), past_key_values=DynamicCache())
+    with pytest.raises(ValueError, match="DynamicCache.*PodCache"):
+        model.generate(tokens(1, 4), past_key_values=DynamicCache(), max_new_tokens=2)
+    with pytest.raises(ValueError, match="cache_implementation='static'"):
+        model.generate(tokens(1, 4), cache_implementation="static", max_new_tokens=2)
+
+
+def test_a_dense_model_refuses_the_pod_cache():
+    cache = pod.PodCache(build().config)
+    with pytest.raises(ValueError, match="dense model cannot use it"):
+        stock_model("llama", 5, 64)(tokens(1, 4), past_key_values=cache)
+    with pytest.raises(ValueError, match="dense model cannot use it"):
+        stock_model("llama", 5, 64).generate(tokens(1, 4), past_key_values=cache, max_new_tokens=2)
+
+
+def test_max_length_is_a_limit():
+    model = build()
+    cache = pod.PodCache(model.config, max_length=10)
+    with pytest.raises(ValueError, match="11 are needed.*max_length"):
+        model(tokens(1, 11), past_key_values=cache)
+    expected = recomputed(model, tokens(1, 10))
+    assert_close(fed(model, cache, tokens(1, 10)), expected)
+    with pytest.raises(ValueError, match="made for 10 tokens.*max_length"):
+        model(tokens(1, 1), past_key_values=cache)
+    assert cache.get_seq_length() == 10
+    # Padding is not stored, and takes nothing from the limit.
+    ids, mask = left_padded((10, 3))
+    padded = torch.nn.functional.pad(mask, (6, 0))
+    cache.reset()
+    fed(model, cache, torch.nn.functional.pad(ids, (6, 0)), padded)
+    assert cache.positions(0).shape[-1] == 10
+
+
+@pytest.mark.parametrize(
+    "mask", [[[1, 1, 1, 1], [1, 1, 1, 0]], [[1, 1, 1, 1], [1, 0, 1, 1]], [[0, 1, 1, 1], [0, 1, 0, 1]]], ids=str
+)
+def test_right_padding_and_holes_are_refused(mask):
+    model = build()
+    mask = torch.tensor(mask)
+    with pytest.raises(ValueError, match="row 1 of attention_mask has padding after.*left padding"):
+        model(tokens(2, 4), attention_mask=mask, past_key_values=pod.PodCache(model.config))
+    with pytest.raises(ValueError, match="row 1 of attention_mask has padding after"):
+        model.generate(tokens(2, 4), attention_mask=mask, max_new_tokens=2)
+
+
+def test_padding_after_the_first_chunk_is_refused():
+    model = build()
+    cache = pod.PodCache(model.config)
+    model(tokens(2, 4), past_key_values=cache)
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 1]])
+    with pytest.raises(ValueError, match="row 1 of attention_mask has padding after"):
+        model(tokens(2, 2), attention_mask=mask, past_key_values=cache)
+    # A refused input leaves the cache as it was.
+    ids = torch.cat([tokens(2, 4), tokens(2, 2)], dim=1)
+    assert_close(fed(model, cache, tokens(2, 2)), recomputed(model, ids)[:, -2:])
+
+
+def test_another_number_of_rows_is_refused():
+    model = build()
+    cache = pod.PodCache(model.config)
+    fed(model, cache, tokens(2, 4))
+    for rows in (1, 3):
+        with pytest.raises(ValueError, match=f"holds 2 rows but the input has {rows}"):
+            model(tokens(rows, 1), past_key_values=cache)
+
+
+def test_training_with_a_cache_is_refused():
+    model = build(sinks=1)
+    model.train()
+    try:
+        with pytest.raises(ValueError, match="gradients do not flow through a cache"):
+            model(tokens(1, 4), past_key_values=pod.PodCache(model.config))
+        assert model(tokens(1, 4)).past_key_values is None
+    finally:
+        model.eval()
+
+
+def test_bad_sizes_and_configs_are_refused():
+    config = build().config
+    with pytest.raises(ValueError, match="max_length must be at least 1"):
+        pod.PodCache(config, max_length=0)
+    with pytest.raises(ValueError, match="crop_slack must be >= 0"):
+        pod.PodCache(config, crop_slack=-1)
+    for stock in (LlamaConfig(), Qwen3Config()):
+        with pytest.raises(ValueError, match=f"config of a PoD model, got {type(stock).__name__}"):
+            pod.PodCache(stock)
+
+
+def test_nested_prefill_is_refused():
+    model = build()
+    cache = pod.PodCache(model.config)
+    with cache.prefill():
+        with pytest.raises(ValueError, match="already open"):
+            with cache.prefill():
+                pass
+        fed(model, cache, tokens(1, 3))
+    with cache.prefill():  # closed, it can be opened again
+        fed(model, cache, tokens(1, 3))
+    with pytest.raises(RuntimeError), cache.prefill():
+        raise RuntimeError("a forward that failed")
+    with cache.prefill():
+        fed(model, cache, tokens(1, 3))
+    assert cache.get_seq_length() == 9
