@@ -6,11 +6,18 @@ asks for it (`#get ab=48213`). Predicting the asked digits takes a look back ove
 shared distant score has to preserve.
 
 A sample depends on its index alone, never on the worker that makes it.
+
+    python data/demo_corpus.py --out prepared/demo --length 1024 --samples 20000 --validation-samples 200 --seed 0
+
+writes a prepared directory (see `pod/data.py`): bytes as tokens, training samples from the training modules and
+validation samples from the held-out ones.
 """
 
+import argparse
 import hashlib
 import random
 import string
+import sys
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,3 +146,93 @@ def planted_sample(
     text = b"".join(pieces)
     assert len(text) == length, (len(text), length)
     return Sample(text, tuple(answers))
+
+
+def corpus_sample(
+    modules: list[bytes],
+    length: int,
+    seed: int,
+    index: int,
+    keys_min: int | None = None,
+    keys_max: int | None = None,
+    validation: bool = False,
+) -> Sample:
+    """Sample `index` of the prepared corpus; what `write_corpus` writes, so that its answers can be found again.
+
+    Args:
+        modules: the split's modules, from `standard_library`.
+        length: bytes of the sample (L).
+        seed, index: the corpus's seed and the sample's number in its split.
+        keys_min, keys_max: bounds of the number of keys, max(2, L // 80) and max(4, L // 40) by default; at most 676
+            keys, one per name.
+        validation: which split; the two plant different keys under the same index.
+    """
+    names = len(string.ascii_lowercase) ** 2
+    least = min(names, max(2, length // 80) if keys_min is None else keys_min)
+    most = min(names, max(4, length // 40) if keys_max is None else keys_max)
+    keys = random.Random(seed * 1000 + index).randint(least, most)
+    return planted_sample(modules, length, seed * 2**32 + validation * 2**31 + index, keys)
+
+
+def write_corpus(
+    out: str | Path,
+    length: int,
+    samples: int,
+    validation_samples: int,
+    seed: int = 0,
+    keys_min: int | None = None,
+    keys_max: int | None = None,
+    force: bool = False,
+) -> None:
+    """Write a prepared directory of planted samples, each a single document of `length` bytes (ByT5's ids: byte + 3).
+
+    Raises:
+        FileExistsError: `out` exists (without `force`).
+        ValueError: a number out of range.
+    """
+    import numpy as np
+    from tqdm import tqdm
+
+    from pod.data import SampleWriter
+
+    if length < 128:
+        raise ValueError(f"--length {length}: key lines need at least 128 bytes")
+    if samples < 1 or validation_samples < 0 or seed < 0:
+        raise ValueError("--samples must be at least 1, --validation-samples and --seed not negative")
+    least = max(2, length // 80) if keys_min is None else keys_min
+    most = max(4, length // 40) if keys_max is None else keys_max
+    if not 0 <= least <= most:
+        raise ValueError(f"--keys-min {least} and --keys-max {most}: the first may not exceed the second")
+    writer = SampleWriter(out, sequence_length=length, vocab_size=259, tokenizer="bytes", force=force)
+    train, held_out = standard_library()
+    with writer:
+        for split, modules, count in (("train", train, samples), ("validation", held_out, validation_samples)):
+            for index in tqdm(range(count), desc=f"Writing {split}", unit=" samples"):
+                text = corpus_sample(modules, length, seed, index, keys_min, keys_max, split == "validation").text
+                writer.add(split, np.frombuffer(text, np.uint8).astype(np.int64) + 3)
+        writer.held_out = [hashlib.sha256(module).hexdigest() for module in held_out]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command; returns its exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", required=True, metavar="DIR", help="the directory to write")
+    parser.add_argument("--length", type=int, default=1024, metavar="L", help="bytes of a sample (1024)")
+    parser.add_argument("--samples", type=int, required=True, metavar="N", help="training samples")
+    parser.add_argument("--validation-samples", type=int, required=True, metavar="M", help="validation samples")
+    parser.add_argument("--seed", type=int, default=0, help="another seed, other samples (0)")
+    parser.add_argument("--keys-min", type=int, help="least number of keys in a sample (max(2, L // 80))")
+    parser.add_argument("--keys-max", type=int, help="largest number of keys in a sample (max(4, L // 40))")
+    parser.add_argument("--force", action="store_true", help="replace a prepared directory")
+    options = vars(parser.parse_args(arguments))
+    try:
+        write_corpus(**options)
+    except (OSError, ValueError) as error:
+        print(f"demo_corpus: {error}", file=sys.stderr)
+        return 1
+    print(f"written to {options['out']}: {options['samples']} + {options['validation_samples']} samples")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

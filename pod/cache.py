@@ -67,6 +67,7 @@ class PodCache(Cache):
             raise ValueError(f"crop_slack must be >= 0 tokens, got {crop_slack}")
         self.config = config
         self.max_length = max_length
+        self.may_grow = max_length is None
         self.crop_slack = crop_slack
         self.blocks: LayerBlocks = config.blocks
         anchors = self.blocks.anchors
@@ -230,7 +231,7 @@ class PodCache(Cache):
             positions = self._lengths[:, None] + step_index - (count - real[:, None])
             positions = positions.masked_fill(~mask, -1)
             longest = int((self._lengths + real).max())
-        if self.max_length is not None and longest > self.max_length:
+        if longest > (self.max_length or longest) and not self.may_grow:
             raise ValueError(
                 f"the cache was made for {self.max_length} tokens per row and {longest} are needed: pass a larger "
                 "max_length to pod.PodCache, or none, and it grows"

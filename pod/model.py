@@ -295,7 +295,9 @@ class PodForCausalLM:
             return
         cache = model_kwargs.get("past_key_values")
         if cache is None:
-            model_kwargs["past_key_values"] = PodCache(self.config, max_length=max_cache_length)
+            cache = PodCache(self.config, max_length=max_cache_length)
+            cache.may_grow = True  # the limit is this call's: a further turn on the cache may go beyond it
+            model_kwargs["past_key_values"] = cache
         else:
             _check_cache(cache, training=False)
             cache._is_user_defined = True

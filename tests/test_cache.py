@@ -682,3 +682,13 @@ def test_nested_prefill_is_refused():
     with cache.prefill():
         fed(model, cache, tokens(1, 3))
     assert cache.get_seq_length() == 9
+
+
+def test_a_cache_that_generate_made_serves_a_longer_turn():
+    model, ids = build(*SHARES[0].values[0]), tokens(2, 6)
+    options = dict(do_sample=False, suppress_tokens=[0], return_dict_in_generate=True, output_logits=True)
+    first = model.generate(ids, max_new_tokens=4, **options)
+    turn = torch.cat([first.sequences, tokens(2, 3, seed=1)], dim=1)
+    second = model.generate(turn, past_key_values=first.past_key_values, max_new_tokens=20, **options)
+    plain = model.generate(turn, use_cache=False, max_new_tokens=20, **options)
+    assert_close(torch.stack(second.logits), torch.stack(plain.logits))

@@ -1,0 +1,99 @@
+"""Find out which layers' attention is alike, and write the blocks that save the wanted share of the cache.
+
+    python -m pod.analyze recipe=llama3-32k
+    python -m pod.analyze recipe=tiny blocks.samples=64
+
+Writes into the run's folder: `blocks.json`, `similarity.safetensors` ([H_kv, L, L] float32), `similarity.png` (the
+paper's Figure 1-(d)) and `blocks.png`.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from pod.blocks import LayerBlocks
+from pod.recipe import Recipe, main_recipe, output_folder
+from pod.similarity import attention_similarity, plot_similarity
+
+
+def analyze(recipe: Recipe) -> LayerBlocks:
+    """Measure the similarity of the recipe's base model on its data and group its layers.
+
+    Args:
+        recipe: `model.base`, `data` and `blocks` say what is measured on what and what is wanted.
+
+    Returns:
+        The blocks, also written to the run's folder with the pictures.
+
+    Raises:
+        ValueError: no such model or data, or more saving wanted than the model can give.
+    """
+    from pod.data import PreparedDataset  # brings lightning
+    from pod.module import load_stock
+
+    if recipe.model.base is None:
+        raise ValueError(
+            "model.base is empty: a model from scratch has no attention to analyse. Set blocks.kv_saving=0"
+        )
+    out = output_folder(recipe)
+    dataset = PreparedDataset(recipe.data.path, "train")
+    count = min(recipe.blocks.samples, len(dataset))
+    # Spread over the whole set; each index gives the same sample on every machine.
+    chosen = torch.linspace(0, len(dataset) - 1, count).long().tolist()
+    device = "cuda" if torch.cuda.is_available() and recipe.trainer.accelerator != "cpu" else "cpu"
+    model = load_stock(recipe.model.base, recipe.model.rope_theta, getattr(torch, recipe.model.dtype)).to(device)
+    similarity = attention_similarity(
+        model,
+        (dataset[index]["input_ids"][None].to(device) for index in chosen),
+        last_q=recipe.blocks.last_q,
+        distant_only=recipe.blocks.distant_only,
+        sink_size=recipe.model.sink_size,
+        recent_size=recipe.model.recent_size,
+    )
+    blocks = group(recipe, similarity)
+    out.mkdir(parents=True, exist_ok=True)
+    save_file({"similarity": similarity}, out / "similarity.safetensors")
+    blocks.save(out / "blocks.json")
+    plot_similarity(similarity, out / "similarity.png", blocks)
+    blocks.plot(out / "blocks.png")
+    print(savings_table(similarity))
+    print(f"{blocks}\nwritten: {out}/blocks.json, similarity.safetensors, similarity.png, blocks.png")
+    return blocks
+
+
+def group(recipe: Recipe, similarity: Tensor) -> LayerBlocks:
+    """The blocks that the recipe asks for: by threshold when it names one, else by saving."""
+    if recipe.blocks.threshold is not None:
+        return LayerBlocks.from_similarity(similarity, recipe.blocks.threshold)
+    return LayerBlocks.for_saving(similarity, recipe.blocks.kv_saving)
+
+
+def savings_table(similarity: Tensor) -> str:
+    """What each threshold saves, as lines of text; similarity is [H_kv, L, L]."""
+    lines = ["threshold  kv_saving"]
+    for threshold in torch.arange(0.9, 0.0, -0.05).tolist():
+        saving = LayerBlocks.from_similarity(similarity, threshold).kv_saving
+        lines.append(f"{threshold:9.2f}  {saving:8.1%}")
+    return "\n".join(lines)
+
+
+def load_similarity(path: str | Path) -> Tensor:
+    """The similarity tensor [H_kv, L, L] that `analyze` wrote."""
+    return load_file(path)["similarity"]
+
+
+def main(arguments: list[str]) -> int:
+    recipe = main_recipe(arguments, "pod.analyze")
+    try:
+        analyze(recipe)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,238 @@
+"""Turn a training checkpoint into a Hugging Face model directory.
+
+    python -m pod.export --ckpt checkpoints/llama3-32k --out exports/llama3-32k
+    python -m pod.export --ckpt checkpoints/tiny/steps/step=60.ckpt --out exports/tiny --dtype bfloat16 --force
+
+The directory holds config.json, sharded safetensors, tokenizer, generation config and a model card. It is written
+aside, loaded again and compared with the checkpoint before it takes its name; a failure leaves nothing behind.
+"""
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    ByT5Tokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from pod.blocks import LayerBlocks
+from pod.model import pod_config
+
+CARD = """---
+library_name: pod-attention
+tags: [pod, kv-cache, long-context]
+---
+# {name}
+
+A {kind} trained by [PoD](https://arxiv.org/abs/2412.02252) (proximal tokens over distant tokens).
+{sharing}
+
+```python
+{imports}from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{name}")
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+```
+
+| | |
+|---|---|
+| base | {base} |
+| training step | {step} |
+| kv_saving | {saving:.1%} of the cache's bytes, as length grows |
+| sink_size, recent_size | {sink_size}, {recent_size} |
+| share | {share} |
+
+Anchor layer of each layer (rows) and KV head (columns); a head whose anchor is its own layer shares nothing:
+
+```
+{block_map}
+```
+"""
+
+
+def load_checkpoint(path: Path) -> tuple[dict, Path]:
+    """Read a training checkpoint.
+
+    Args:
+        path: a checkpoint file, or a run's folder, whose last whole checkpoint is taken.
+
+    Returns:
+        The checkpoint's content, tensors and plain values only, and its file.
+
+    Raises:
+        ValueError: there is none, or it is damaged.
+    """
+    from pod.fit import is_whole, last_checkpoint  # brings lightning
+
+    file: Path | None = path
+    if path.is_dir():
+        file = last_checkpoint(path / "steps")
+        if file is None:
+            raise ValueError(
+                f"{path} holds no whole checkpoint (steps/step=N.ckpt): is it the folder of a pod.fit run?"
+            )
+    elif not path.exists():
+        raise ValueError(f"{path} does not exist: --ckpt takes a run's folder or a checkpoint file")
+    elif not is_whole(path):
+        raise ValueError(f"{path} is truncated or damaged: take an earlier checkpoint of the run")
+    return torch.load(file, map_location="cpu", weights_only=True, mmap=True), file
+
+
+def rebuild(checkpoint: dict) -> PreTrainedModel:
+    """The Hugging Face model of a checkpoint: a PoD model, or a stock one when its layers share nothing.
+
+    Raises:
+        ValueError: the checkpoint is not one of `PodModule`, or its weights do not fit its config.
+    """
+    hparams = checkpoint.get("hyper_parameters")
+    if not hparams or "sink_size" not in hparams:
+        raise ValueError("this is no checkpoint of pod.fit: it holds no PoD hyper-parameters")
+    if hparams["base"] is not None:
+        config = AutoConfig.from_pretrained(hparams["base"])
+        if hparams["rope_theta"] is not None:
+            config.rope_parameters = {**config.rope_parameters, "rope_theta": float(hparams["rope_theta"])}
+    else:
+        fields = dict(hparams["model_config"])
+        config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    if hparams["blocks"] is not None:
+        blocks = LayerBlocks(hparams["blocks"])
+        config = pod_config(config, blocks, hparams["sink_size"], hparams["recent_size"], hparams["share"])
+    weights = {name.removeprefix("model."): tensor for name, tensor in checkpoint["state_dict"].items()}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    try:
+        model.load_state_dict(weights, assign=True)
+    except RuntimeError as error:
+        raise ValueError(f"the checkpoint's weights do not fit its config: {error}") from error
+    model.tie_weights()
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=config)  # no part of the state; it was made on meta
+    return model.eval()
+
+
+def tokenizer_of(run: Path, base: str | None) -> PreTrainedTokenizerBase | None:
+    """The tokenizer that the run was trained with; None when it is not known."""
+    from omegaconf import OmegaConf
+
+    recipe = run / "recipe.yaml"
+    name = OmegaConf.load(recipe).model.get("tokenizer") if recipe.exists() else None
+    if name == "bytes":
+        return ByT5Tokenizer(extra_ids=0)
+    for source in (name, base):
+        if source is not None:
+            try:
+                return AutoTokenizer.from_pretrained(source)
+            except (OSError, ValueError):
+                continue
+    return None
+
+
+def model_card(model: PreTrainedModel, name: str, base: str | None, step: int) -> str:
+    """README.md of an export: what it is, how to load it, the block map."""
+    config = model.config
+    shares = hasattr(config, "share")
+    blocks = config.blocks if shares else LayerBlocks.dense(config.num_hidden_layers, config.num_key_value_heads)
+    return CARD.format(
+        name=name,
+        kind=f"{config.model_type.removeprefix('pod_')} model",
+        sharing="Its layers share the attention scores of distant tokens: install pod-attention and `import pod` "
+        "before loading it; without that, transformers does not know the model type."
+        if shares
+        else "Its layers share nothing: it is a plain model that transformers loads by itself.",
+        imports="import pod  # registers the model type\n" if shares else "",
+        base=base or "from scratch",
+        step=step,
+        saving=blocks.kv_saving,
+        sink_size=getattr(config, "sink_size", "-"),
+        recent_size=getattr(config, "recent_size", "-"),
+        share=getattr(config, "share", "-"),
+        block_map="\n".join(
+            f"layer {layer:3d}: " + " ".join(f"{anchor:3d}" for anchor in row)
+            for layer, row in enumerate(blocks.anchors.tolist())
+        ),
+    )
+
+
+def export(ckpt: str | Path, out: str | Path, dtype: str | None = None, force: bool = False) -> Path:
+    """Write a Hugging Face directory from a training checkpoint.
+
+    Args:
+        ckpt: a run's folder or a checkpoint file.
+        out: the directory to write.
+        dtype: "float32", "bfloat16" or "float16"; the training dtype when None.
+        force: replace `out` when it exists.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ValueError: `out` exists, the checkpoint is missing or damaged, or what was written does not give the
+            checkpoint's logits. Nothing is left behind.
+    """
+    ckpt, out = Path(ckpt), Path(out)
+    if out.exists() and not force:
+        raise ValueError(f"{out} exists: choose another --out, or replace it with --force")
+    checkpoint, file = load_checkpoint(ckpt)
+    model = rebuild(checkpoint)
+    if dtype is not None:
+        model = model.to(getattr(torch, dtype))
+    base = checkpoint["hyper_parameters"]["base"]
+    tokenizer = tokenizer_of(file.parent.parent, base)
+    if tokenizer is not None:
+        ids = {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id, "pad": tokenizer.pad_token_id}
+        model.generation_config = GenerationConfig(**{f"{key}_token_id": value for key, value in ids.items()})
+    aside = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        aside.parent.mkdir(parents=True, exist_ok=True)
+        model.save_pretrained(aside)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(aside)
+        (aside / "README.md").write_text(model_card(model, out.name, base, int(checkpoint["global_step"])))
+        _verify(model, aside)
+        if out.exists():
+            shutil.rmtree(out)
+        aside.rename(out)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return out
+
+
+@torch.no_grad()
+def _verify(model: PreTrainedModel, folder: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(model.config.vocab_size, (1, 64), generator=generator)
+    written = AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype).eval()
+    ours, theirs = (m(ids, use_cache=False).logits for m in (model, written))
+    if not torch.equal(ours, theirs):
+        raise ValueError(
+            f"the written model's logits differ from the checkpoint's by {(ours - theirs).abs().max():.2e}: the export "
+            "was removed. Check the disk, then try again."
+        )
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m pod.export", description=__doc__.split("\n")[0])
+    parser.add_argument("--ckpt", required=True, help="a run's folder or a checkpoint file")
+    parser.add_argument("--out", required=True, help="directory to write")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as trained")
+    parser.add_argument("--force", action="store_true", help="replace --out when it exists")
+    options = parser.parse_args(arguments)
+    try:
+        out = export(options.ckpt, options.out, options.dtype, options.force)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"written and verified: {out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,204 @@
+"""Post-train a model with shared distant scores.
+
+    python -m pod.fit                                   # lists the recipes
+    python -m pod.fit --help                            # every key
+    python -m pod.fit recipe=llama3-32k
+    python -m pod.fit recipe=tiny trainer.max_steps=20 resume=auto
+
+Analyses first when the recipe wants a saving and names no blocks file. Writes into the run's folder: `recipe.yaml`,
+`blocks.json`, `logs/` and `steps/step=N.ckpt`, `best/`.
+"""
+
+import sys
+import zipfile
+from pathlib import Path
+
+import lightning
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from pod.analyze import analyze
+from pod.blocks import LayerBlocks
+from pod.data import PodDataModule
+from pod.module import PodModule
+from pod.recipe import Recipe, accumulate, main_recipe, output_folder, save, steps, warmup_steps
+
+
+class SaveOnSigterm(Callback):
+    """Write a checkpoint when the process is told to end (a preempted job), then let it end."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_exception(self, trainer: lightning.Trainer, module: lightning.LightningModule, exception: BaseException):
+        if isinstance(exception, SIGTERMException):
+            path = self.folder / f"step={trainer.global_step}.ckpt"
+            trainer.save_checkpoint(path)
+            print(f"SIGTERM: wrote {path}; continue with resume=auto", flush=True)
+
+
+def is_whole(checkpoint: Path) -> bool:
+    """Whether a checkpoint file can be read from beginning to end (torch's files are zip archives with checksums)."""
+    try:
+        with zipfile.ZipFile(checkpoint) as archive:
+            return archive.testzip() is None
+    except (OSError, zipfile.BadZipFile):
+        return False
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """The newest whole checkpoint of a run; a broken one is named and passed over."""
+    by_step = {int(path.stem.split("=")[1]): path for path in folder.glob("step=*.ckpt")}
+    for step in sorted(by_step, reverse=True):
+        if is_whole(by_step[step]):
+            return by_step[step]
+        print(f"warning: {by_step[step]} is truncated or damaged; taking the one before", file=sys.stderr)
+    return None
+
+
+def resume_from(recipe: Recipe, folder: Path) -> Path | None:
+    """The checkpoint that the recipe's `resume` means, None to begin anew.
+
+    Raises:
+        ValueError: the run's folder holds checkpoints and the recipe does not say whether to continue; or the named
+            checkpoint is missing or damaged.
+    """
+    if recipe.resume == "auto":
+        return last_checkpoint(folder)
+    if recipe.resume == "never":
+        if any(folder.glob("step=*.ckpt")):
+            raise ValueError(
+                f"{folder} holds checkpoints of an earlier run. Continue it with resume=auto, or choose another "
+                "output=FOLDER"
+            )
+        return None
+    path = Path(recipe.resume)
+    if not path.is_file():
+        raise ValueError(f"resume={recipe.resume}: there is no such checkpoint file")
+    if not is_whole(path):
+        raise ValueError(f"resume={recipe.resume}: the file is truncated or damaged; try resume=auto")
+    return path
+
+
+def choose_blocks(recipe: Recipe, out: Path) -> LayerBlocks | None:
+    """The blocks to train with: the recipe's file, those of the run that is continued, or newly analysed ones."""
+    if recipe.blocks.file is not None:
+        return LayerBlocks.load(recipe.blocks.file)
+    if recipe.blocks.kv_saving == 0 and recipe.blocks.threshold is None:
+        return None
+    if recipe.resume != "never" and (out / "blocks.json").exists():
+        return LayerBlocks.load(out / "blocks.json")
+    return analyze(recipe)
+
+
+def loggers(recipe: Recipe, out: Path) -> list[Logger]:
+    """CSV always, and the one that the recipe names beside it."""
+    chosen: list[Logger] = [CSVLogger(out, name="logs")]
+    if recipe.logger == "wandb":
+        import wandb
+
+        chosen.append(WandbLogger(project="pod", name=recipe.name, save_dir=out, offline=wandb.api.api_key is None))
+    elif recipe.logger == "tensorboard":
+        chosen.append(TensorBoardLogger(out, name="tensorboard"))
+    return chosen
+
+
+def fit(recipe: Recipe) -> lightning.Trainer:
+    """Run a recipe.
+
+    Raises:
+        ValueError: something that the recipe names does not exist or does not fit; says what.
+    """
+    out = output_folder(recipe)
+    folder = out / "steps"
+    checkpoint = resume_from(recipe, folder)
+    out.mkdir(parents=True, exist_ok=True)
+    lightning.seed_everything(recipe.seed, verbose=False)
+    blocks = choose_blocks(recipe, out)
+    if blocks is not None:
+        blocks.save(out / "blocks.json")
+    save(recipe, out / "recipe.yaml")
+    accumulation = accumulate(recipe, recipe.trainer.devices)
+    total = steps(recipe)
+    data = PodDataModule(
+        recipe.data.path,
+        sequence_length=recipe.data.sequence_length,
+        micro_batch_size=recipe.data.micro_batch_size,
+        seed=recipe.seed,
+        num_workers=recipe.data.num_workers,
+        shuffle=recipe.data.shuffle,
+        validation_path=recipe.data.validation_path,
+    )
+    module = PodModule(
+        base=recipe.model.base,
+        model_config=None if recipe.model.base is not None else dict(recipe.model.config),
+        blocks=None if blocks is None else blocks.anchors.tolist(),
+        sink_size=recipe.model.sink_size,
+        recent_size=recipe.model.recent_size,
+        share=recipe.model.share,
+        rope_theta=recipe.model.rope_theta,
+        dtype=recipe.model.dtype,
+        gradient_checkpointing=recipe.model.gradient_checkpointing,
+        lr=recipe.optimizer.lr,
+        min_lr=recipe.optimizer.min_lr,
+        betas=list(recipe.optimizer.betas),
+        weight_decay=recipe.optimizer.weight_decay,
+        warmup_steps=warmup_steps(recipe),
+        max_steps=total,
+        loss_chunk=recipe.trainer.loss_chunk,
+        bytes_per_token=1.0 if recipe.model.tokenizer == "bytes" else None,
+    )
+    trainer = lightning.Trainer(
+        accelerator=recipe.trainer.accelerator,
+        devices=recipe.trainer.devices,
+        precision=recipe.trainer.precision,
+        max_steps=total,
+        max_epochs=-1,
+        max_time=recipe.trainer.time_limit,
+        accumulate_grad_batches=accumulation,
+        gradient_clip_val=recipe.optimizer.gradient_clip,
+        val_check_interval=recipe.trainer.validate_every * accumulation,
+        check_val_every_n_epoch=None,
+        limit_val_batches=recipe.trainer.validation_batches,
+        num_sanity_val_steps=0,
+        log_every_n_steps=recipe.trainer.log_every,
+        logger=loggers(recipe, out),
+        callbacks=[
+            ModelCheckpoint(
+                folder,
+                filename="{step}",
+                monitor="step",
+                mode="max",
+                save_top_k=recipe.trainer.keep_checkpoints,
+                every_n_train_steps=recipe.trainer.checkpoint_every,
+            ),
+            ModelCheckpoint(out / "best", filename="{step}", monitor="val_loss", save_top_k=1),
+            SaveOnSigterm(folder),
+            TQDMProgressBar(),
+        ],
+        default_root_dir=out,
+    )
+    if checkpoint is not None:
+        print(f"continuing from {checkpoint}")
+    # Only our own run's files are read, and they hold tensors and plain values alone.
+    trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
+    if trainer.global_step >= total and not (folder / f"step={total}.ckpt").exists():
+        trainer.save_checkpoint(folder / f"step={total}.ckpt")
+    return trainer
+
+
+def main(arguments: list[str]) -> int:
+    recipe = main_recipe(arguments, "pod.fit")
+    torch.set_float32_matmul_precision("high")
+    try:
+        fit(recipe)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

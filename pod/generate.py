@@ -1,0 +1,95 @@
+"""Continue a prompt with the small cache, and say what it cost.
+
+python -m pod.generate --ckpt exports/tiny --prompt "def main():"
+python -m pod.generate --ckpt exports/llama3-32k --prompt-file book.txt --max-new-tokens 200
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+
+from pod.blocks import LayerBlocks
+from pod.cache import PodCache
+from pod.model import convert
+
+
+def generate(ckpt: str, prompt: str, max_new_tokens: int = 128, temperature: float = 0.0, seed: int = 0) -> str:
+    """Stream a continuation to standard output, then print prompt length, tokens/s and cache bytes against dense.
+
+    Args:
+        ckpt: a directory that `pod.export` wrote, or any model of a supported family.
+        prompt: the text to continue.
+        max_new_tokens: at most so many tokens.
+        temperature: 0 is greedy.
+        seed: for sampling.
+
+    Returns:
+        The new text.
+
+    Raises:
+        ValueError: an empty prompt, no such model, no tokenizer beside it.
+    """
+    try:
+        model = AutoModelForCausalLM.from_pretrained(ckpt, dtype="auto")
+        tokenizer = AutoTokenizer.from_pretrained(ckpt)
+    except OSError as error:
+        raise ValueError(f"--ckpt {ckpt}: no model and tokenizer can be loaded from there ({error})") from error
+    if not hasattr(model.config, "share"):
+        # A dense model is the case of blocks of one layer: the same code, the same cache.
+        model = convert(model, LayerBlocks.dense(model.config.num_hidden_layers, model.config.num_key_value_heads))
+    model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=tokenizer.bos_token_id is not None)
+    length = inputs.input_ids.shape[1]
+    if length == 0:
+        raise ValueError("the prompt is empty: give at least one token to continue")
+    cache = PodCache(model.config, max_length=length + max_new_tokens)
+    torch.manual_seed(seed)
+    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+    start = time.perf_counter()
+    output = model.generate(
+        inputs.input_ids.to(model.device),
+        attention_mask=inputs.attention_mask.to(model.device),
+        max_new_tokens=max_new_tokens,
+        past_key_values=cache,
+        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+        **sampling,
+    )
+    seconds = time.perf_counter() - start
+    new = output[0, length:]
+    capacity = length + max_new_tokens
+    config = model.config
+    item = torch.finfo(model.dtype).bits // 8
+    dense = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * item * capacity
+    print(
+        f"\nprompt {length} tokens, {len(new)} new in {seconds:.1f} s ({len(new) / seconds:.1f} tokens/s, prefill "
+        f"included)\ncache {cache.nbytes():,} bytes for {capacity} tokens, dense {dense:,} bytes: "
+        f"{1 - cache.nbytes() / dense:.1%} saved"
+    )
+    return tokenizer.decode(new, skip_special_tokens=True)
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m pod.generate", description=__doc__.split("\n")[0])
+    parser.add_argument("--ckpt", required=True, help="an exported model's directory")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", help="the text to continue")
+    source.add_argument("--prompt-file", type=Path, help="a UTF-8 file with the text to continue")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    try:
+        prompt = options.prompt if options.prompt is not None else options.prompt_file.read_text(encoding="utf-8")
+        generate(options.ckpt, prompt, options.max_new_tokens, options.temperature, options.seed)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

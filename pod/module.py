@@ -1,0 +1,193 @@
+"""`PodModule`: one step of learning, for PoD models and for their dense baselines (blocks of one layer)."""
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+import torchmetrics
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    get_cosine_with_min_lr_schedule_with_warmup,
+)
+
+from pod.blocks import LayerBlocks
+from pod.loss import chunked_cross_entropy, shifted
+from pod.model import convert
+
+# Peak bf16 FLOP/s of one device, dense, from the vendors' data sheets; utilisation is logged where the name matches.
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12}
+
+
+class PodModule(lightning.LightningModule):
+    """Next-token training of a causal LM whose layers share distant scores.
+
+    Args:
+        base: directory or hub id of the model to start from; None starts from `model_config`.
+        model_config: fields of a transformers config, `model_type` among them, for a model from scratch.
+        blocks: anchors [L][H_kv]; None is the dense model.
+        sink_size, recent_size, share: see `pod.convert`.
+        rope_theta: replaces the base's RoPE base.
+        dtype: of the parameters, "float32" or "bfloat16".
+        gradient_checkpointing: recompute each layer in the backward.
+        lr, min_lr: the cosine's two ends.
+        betas, weight_decay: AdamW's; norms, biases and embeddings are not decayed.
+        warmup_steps, max_steps: optimiser steps.
+        loss_chunk: positions whose logits are in memory at once.
+        bytes_per_token: 1.0 for byte tokenizers: bits per byte is then logged; None logs none.
+
+    Raises:
+        ValueError: neither or both of base and model_config.
+    """
+
+    def __init__(
+        self,
+        base: str | None = None,
+        model_config: dict[str, Any] | None = None,
+        blocks: list[list[int]] | None = None,
+        sink_size: int = 16,
+        recent_size: int = 4080,
+        share: str = "scores",
+        rope_theta: float | None = None,
+        dtype: str = "float32",
+        gradient_checkpointing: bool = False,
+        lr: float = 1e-5,
+        min_lr: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.95),
+        weight_decay: float = 0.1,
+        warmup_steps: int = 0,
+        max_steps: int = 1000,
+        loss_chunk: int = 1024,
+        bytes_per_token: float | None = None,
+    ) -> None:
+        super().__init__()
+        if (base is None) == (model_config is None):
+            raise ValueError("give exactly one of base (a model to start from) and model_config (one from scratch)")
+        self.save_hyperparameters()
+        self.model: PreTrainedModel | None = None
+        self.validation_loss = torchmetrics.MeanMetric()
+        self._clock = time.perf_counter()
+        self._tokens = 0
+
+    def configure_model(self) -> None:
+        """Load or build the model; Lightning calls this when the strategy is ready."""
+        if self.model is not None:
+            return
+        hparams = self.hparams
+        dtype = getattr(torch, hparams.dtype)
+        if hparams.base is not None:
+            stock = load_stock(hparams.base, hparams.rope_theta, dtype)
+        else:
+            fields = dict(hparams.model_config)
+            config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+            stock = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        layers, heads = stock.config.num_hidden_layers, stock.config.num_key_value_heads
+        blocks = LayerBlocks.dense(layers, heads) if hparams.blocks is None else LayerBlocks(hparams.blocks)
+        self.model = convert(stock, blocks, hparams.sink_size, hparams.recent_size, hparams.share)
+        if hparams.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.model.train()
+
+    def loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Sum of the cross-entropies of a batch in nats, and the number of targets.
+
+        Args:
+            batch: input_ids [B, T], optionally labels [B, T] (-100 is ignored) and document_ids [B, T].
+        """
+        output = self.model.model(input_ids=batch["input_ids"], document_ids=batch.get("document_ids"), use_cache=False)
+        targets = shifted(batch.get("labels", batch["input_ids"]))
+        return chunked_cross_entropy(output.last_hidden_state, self.model.lm_head, targets, self.hparams.loss_chunk)
+
+    def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+        total, count = self.loss(batch)
+        loss = total / count.clamp(min=1)
+        self._tokens += batch["input_ids"].numel()
+        self.log("train_loss", loss.detach(), prog_bar=True)
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        # One line a step: gradient norm before clipping, learning rate, speed.
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        seconds = time.perf_counter() - self._clock
+        values = {"lr": optimizer.param_groups[0]["lr"], "tokens_per_second": self._tokens / max(seconds, 1e-9)}
+        if gradients:
+            values["grad_norm"] = nn.utils.get_total_norm(gradients)
+        peak = self._peak_flops()
+        if peak:
+            values["flops_utilisation"] = values["tokens_per_second"] * self.flops_per_token() / peak
+        self.log_dict(values, prog_bar=False)
+        self.log("tok/s", float(values["tokens_per_second"]), prog_bar=True, logger=False)
+        self._clock, self._tokens = time.perf_counter(), 0
+
+    def flops_per_token(self) -> float:
+        """Floating-point operations of forward and backward per token, attention left out: 6 per parameter."""
+        return 6.0 * sum(p.numel() for p in self.parameters())
+
+    def _peak_flops(self) -> float | None:
+        if self.device.type != "cuda":
+            return None
+        name = torch.cuda.get_device_name(self.device)
+        return next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)
+
+    def validation_step(self, batch: dict[str, Tensor], index: int) -> None:
+        total, count = self.loss(batch)
+        self.validation_loss.update(total / count.clamp(min=1), weight=count)
+
+    def on_validation_epoch_end(self) -> None:
+        loss = self.validation_loss.compute()
+        self.validation_loss.reset()
+        values = {"val_loss": loss, "val_perplexity": loss.exp()}
+        if self.hparams.bytes_per_token:
+            values["val_bits_per_byte"] = loss / math.log(2) / self.hparams.bytes_per_token
+        self.log_dict(values, prog_bar=True)
+
+    def on_train_start(self) -> None:
+        self._clock, self._tokens = time.perf_counter(), 0
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        hparams = self.hparams
+        decayed, others = [], []
+        for module in self.model.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                matrix = parameter.dim() > 1 and not isinstance(module, nn.Embedding) and name == "weight"
+                (decayed if matrix else others).append(parameter)
+        # A head tied to the embedding is one parameter: it is met first as an embedding and stays undecayed.
+        undecayed = {id(parameter) for parameter in others}
+        decayed = [p for p in dict.fromkeys(decayed) if id(p) not in undecayed]
+        groups = [
+            {"params": decayed, "weight_decay": hparams.weight_decay},
+            {"params": list(dict.fromkeys(others)), "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=hparams.lr, betas=tuple(hparams.betas))
+        schedule = get_cosine_with_min_lr_schedule_with_warmup(
+            optimizer, hparams.warmup_steps, hparams.max_steps, min_lr=hparams.min_lr
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["rng_state"] = torch.get_rng_state()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if "rng_state" in checkpoint:
+            torch.set_rng_state(checkpoint["rng_state"].cpu())
+
+
+def load_stock(base: str, rope_theta: float | None, dtype: torch.dtype) -> PreTrainedModel:
+    """The model at `base`, with another RoPE base when wanted.
+
+    Raises:
+        ValueError: nothing can be loaded from there.
+    """
+    try:
+        config = AutoConfig.from_pretrained(base)
+    except OSError as error:
+        kind = "directory" if Path(base).exists() else "directory or hub model"
+        raise ValueError(f"no model at {base!r}: it is no {kind} with a config.json ({error})") from error
+    if rope_theta is not None:
+        config.rope_parameters = {**config.rope_parameters, "rope_theta": float(rope_theta)}
+    return AutoModelForCausalLM.from_pretrained(base, config=config, dtype=dtype)

@@ -1,0 +1,181 @@
+"""Training on one process, end to end: fit, kill and resume, export, generate."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import pod
+from pod.data import PodDataModule
+from pod.export import export, load_checkpoint, rebuild
+from pod.fit import fit, is_whole, last_checkpoint
+from pod.recipe import load_recipe
+
+ROOT = Path(__file__).parent.parent
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 259,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    out = tmp_path_factory.mktemp("data") / "prepared"
+    command = [sys.executable, str(ROOT / "data" / "demo_corpus.py"), "--out", str(out), "--length", "128"]
+    command += ["--samples", "400", "--validation-samples", "16", "--seed", "0"]
+    subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
+    return out
+
+
+def recipe_file(folder: Path, prepared: Path, base: Path | None = None) -> Path:
+    """A run of 10 steps of 2 x 4 samples, checkpoints every 2 steps."""
+    model = {"tokenizer": "bytes", "sink_size": 2, "recent_size": 14}
+    model |= {"base": str(base)} if base else {"config": CONFIG}
+    recipe = {
+        "name": "trial",
+        "description": "A run of a test",
+        "output": str(folder / "run"),
+        "model": model,
+        "blocks": {"kv_saving": 0.25 if base else 0.0, "samples": 4},
+        "data": {"path": str(prepared), "sequence_length": 128, "micro_batch_size": 4},
+        "optimizer": {"lr": 1e-3, "warmup_steps": 2},
+        "trainer": {"max_steps": 10, "tokens_per_batch": 1024, "validate_every": 5, "validation_batches": 2}
+        | {"checkpoint_every": 2, "keep_checkpoints": 3, "accelerator": "cpu"},
+    }
+    path = folder / "trial.yaml"
+    path.write_text(json.dumps(recipe))  # JSON is YAML
+    return path
+
+
+def losses(run: Path) -> dict[int, float]:
+    """The training loss of each step, later processes' over earlier ones'."""
+    found = {}
+    for file in sorted(run.glob("logs/version_*/metrics.csv"), key=lambda path: path.stat().st_mtime):
+        for row in csv.DictReader(file.open()):
+            if row.get("train_loss"):
+                found[int(row["step"])] = float(row["train_loss"])
+    return found
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, prepared):
+    folder = tmp_path_factory.mktemp("trained")
+    fit(load_recipe([f"recipe={recipe_file(folder, prepared)}"]))
+    return folder / "run"
+
+
+def test_fit_writes_what_it_says(trained):
+    assert (trained / "recipe.yaml").exists()
+    assert last_checkpoint(trained / "steps").name == "step=10.ckpt"
+    assert len(list((trained / "best").glob("*.ckpt"))) == 1
+    rows = list(csv.DictReader((trained / "logs" / "version_0" / "metrics.csv").open()))
+    for column in ("train_loss", "lr", "grad_norm", "tokens_per_second", "val_loss", "val_bits_per_byte"):
+        assert any(row[column] for row in rows), column
+
+
+def test_a_run_that_exists_is_not_trained_over(trained, prepared, tmp_path):
+    path = recipe_file(tmp_path, prepared)
+    with pytest.raises(ValueError, match="resume=auto"):
+        fit(load_recipe([f"recipe={path}", f"output={trained}"]))
+
+
+def test_truncated_checkpoint_is_named_and_the_one_before_taken(trained, tmp_path, capsys):
+    for step in (8, 10):
+        (tmp_path / f"step={step}.ckpt").write_bytes((trained / "steps" / f"step={step}.ckpt").read_bytes())
+    whole = (tmp_path / "step=10.ckpt").read_bytes()
+    (tmp_path / "step=10.ckpt").write_bytes(whole[: len(whole) // 2])
+    assert last_checkpoint(tmp_path).name == "step=8.ckpt"
+    assert "step=10.ckpt is truncated" in capsys.readouterr().err
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 1
+    (tmp_path / "step=10.ckpt").write_bytes(flipped)
+    assert not is_whole(tmp_path / "step=10.ckpt")
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_run_has_the_losses_of_an_uninterrupted_one(trained, prepared, tmp_path):
+    path = recipe_file(tmp_path, prepared)
+    run = tmp_path / "run"
+    command = [sys.executable, "-m", "pod.fit", f"recipe={path}"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.time() + 240
+    while not list(run.glob("steps/step=[4-9].ckpt")) and process.poll() is None and time.time() < deadline:
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL, "the run ended before it was killed"
+    assert not (run / "steps" / "step=10.ckpt").exists()
+    done = subprocess.run([*command, "resume=auto"], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "continuing from" in done.stdout
+    wanted, got = losses(trained), losses(run)
+    assert max(got) == max(wanted) == 9
+    resumed = {step: got[step] for step in range(8, 10)}
+    assert resumed == {step: pytest.approx(wanted[step], rel=1e-6) for step in resumed}
+    ours, theirs = (load_checkpoint(folder)[0]["state_dict"] for folder in (run, trained))
+    for name in theirs:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-7)
+
+
+def test_export_gives_the_trained_logits_and_fit_adapts_from_it(trained, prepared, tmp_path):
+    out = export(trained, tmp_path / "base")
+    model = rebuild(load_checkpoint(trained)[0])
+    ids = torch.arange(3, 63)[None]
+    loaded = AutoModelForCausalLM.from_pretrained(out).eval()
+    assert type(loaded).__name__ == "LlamaForCausalLM"  # shares nothing: a plain model
+    with torch.no_grad():
+        assert torch.equal(loaded(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
+    with pytest.raises(ValueError, match="--force"):
+        export(trained, tmp_path / "base")
+
+    fit(load_recipe([f"recipe={recipe_file(tmp_path, prepared, base=out)}", "trainer.max_steps=2"]))
+    run = tmp_path / "run"
+    for name in ("blocks.json", "similarity.safetensors", "similarity.png", "blocks.png"):
+        assert (run / name).stat().st_size > 0
+    shared = AutoModelForCausalLM.from_pretrained(export(run, tmp_path / "pod")).eval()
+    assert isinstance(shared, pod.PodLlamaForCausalLM)
+    assert shared.config.blocks == pod.LayerBlocks.load(run / "blocks.json")
+    assert shared.config.blocks.kv_saving >= 0.25
+    card = (tmp_path / "pod" / "README.md").read_text()
+    assert "import pod" in card and "layer   2:" in card
+    command = [sys.executable, "-m", "pod.generate", "--ckpt", str(tmp_path / "pod"), "--prompt", "def main" * 8]
+    done = subprocess.run([*command, "--max-new-tokens", "4"], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "tokens/s" in done.stdout and "saved" in done.stdout
+
+
+def test_a_failed_export_leaves_nothing(trained, tmp_path, monkeypatch):
+    def fail(model, folder):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("pod.export._verify", fail)
+    with pytest.raises(OSError, match="no space"):
+        export(trained, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ValueError, match="does not exist"):
+        export(tmp_path / "nowhere", tmp_path / "out")
+
+
+def test_data_of_another_length_is_refused(prepared):
+    with pytest.raises(ValueError, match="128"):
+        data = PodDataModule(prepared, sequence_length=64, micro_batch_size=1)
+        data.setup("fit")

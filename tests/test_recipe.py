@@ -1,0 +1,565 @@
+"""Recipes: every shipped one loads, every message says what was wrong, help is complete, files round-trip."""
+
+import ast
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from pod import recipe as recipe_module
+from pod.recipe import (
+    CHOICES,
+    INTERVALS,
+    MISSING,
+    RecipeError,
+    accumulate,
+    help_text,
+    load_recipe,
+    main_recipe,
+    output_folder,
+    recipes,
+    save,
+    schema,
+    sections,
+    steps,
+    validate,
+    warmup_steps,
+)
+
+FOLDER = Path(__file__).resolve().parent.parent / "recipes"
+SHIPPED = ["llama3-32k", "llama3-32k-dense", "llama31-128k", "tiny", "tiny-base"]
+
+
+@pytest.fixture(autouse=True)
+def shipped_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("POD_RECIPES", raising=False)
+
+
+def tiny(*overrides: str):
+    return load_recipe(["recipe=tiny", *overrides])
+
+
+def refused(*overrides: str, recipe: str = "tiny") -> str:
+    """The message of the RecipeError that these overrides give."""
+    with pytest.raises(RecipeError) as caught:
+        load_recipe([f"recipe={recipe}", *overrides])
+    return str(caught.value)
+
+
+def write(folder: Path, text: str, name: str = "mine.yaml") -> str:
+    (folder / name).write_text(text)
+    return str(folder / name)
+
+
+# The shipped recipes
+
+
+def test_recipes_lists_all_with_descriptions():
+    assert list(recipes()) == SHIPPED
+    assert all(len(description) > 10 for description in recipes().values())
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_recipe_loads(name):
+    recipe = load_recipe([f"recipe={name}"])
+    assert recipe.name == name
+    assert output_folder(recipe) == Path("checkpoints") / name
+    assert accumulate(recipe, recipe.trainer.devices) >= 1
+    assert 0 < warmup_steps(recipe) < steps(recipe)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_key_is_there_and_commented(name):
+    """Each line `key: value` carries a comment with the type and the default, or says that the key is required."""
+    content = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
+    given = {key for key in content if key not in sections()}
+    given |= {f"{section}.{key}" for section in sections() for key in content[section]}
+    assert given == set(schema())
+    section = ""
+    for line in (FOLDER / f"{name}.yaml").read_text().splitlines():
+        assert len(line) <= 120
+        if found := re.match(r"( {0,2})(\w+):(.*)$", line):
+            section = section if found[1] else found[2]
+            key = f"{section}.{found[2]}" if found[1] else found[2]
+            if key in sections():
+                continue
+            comment = found[3].partition("  # ")[2]
+            entry = schema()[key]
+            if entry.default == MISSING:
+                assert "required" in comment, line
+                continue
+            default = re.search(r"\bdefault ([^;:]*)", comment)[1]
+            assert str(entry.default).lower().replace("none", "null") in (
+                default.lower().replace("1e-5", "1e-05"),
+                re.split(r"[ ,]", default)[0].lower(),
+            ), line
+
+
+def test_the_papers_numbers():
+    dense, pod, long = (load_recipe([f"recipe={name}"]) for name in ("llama3-32k-dense", "llama3-32k", "llama31-128k"))
+    assert dense.blocks.kv_saving == 0 and dense.model.rope_theta > 16e6
+    assert [recipe.data.sequence_length for recipe in (dense, pod, long)] == [32768, 32768, 131072]
+    for recipe in (dense, pod, long):
+        assert recipe.trainer.max_tokens == 5_000_000_000 and recipe.trainer.tokens_per_batch == 4 * 2**20
+        assert steps(recipe) == 1193 and recipe.optimizer.lr == 1e-5
+    for recipe in (pod, long):
+        assert (recipe.model.sink_size, recipe.model.recent_size, recipe.blocks.kv_saving) == (16, 4080, 0.35)
+        assert (recipe.blocks.samples, recipe.blocks.last_q) == (1000, 16)
+
+
+def test_tiny_window_is_an_eighth_of_the_context():
+    recipe = tiny()
+    assert 8 * (recipe.model.sink_size + recipe.model.recent_size) == recipe.data.sequence_length == 1024
+
+
+# Overrides
+
+
+def test_overrides_win_and_have_the_schemas_types():
+    recipe = tiny(
+        "trainer.max_steps=20",
+        "optimizer.lr=1",
+        "optimizer.betas=[0, 0.99]",
+        "data.shuffle=false",
+        "trainer.time_limit=12:00:00:00",
+        "model.base='quoted'",
+        "output=null",
+        "trainer.max_steps=21",
+    )
+    assert recipe.trainer.max_steps == 21
+    assert recipe.optimizer.lr == 1.0 and type(recipe.optimizer.lr) is float
+    assert recipe.optimizer.betas == [0.0, 0.99]
+    assert recipe.data.shuffle is False
+    assert recipe.trainer.time_limit == "12:00:00:00"
+    assert recipe.model.base == "quoted"
+    assert recipe.output is None
+
+
+def test_the_order_of_arguments_does_not_matter():
+    assert load_recipe(["seed=3", "recipe=tiny"]) == load_recipe(["recipe=tiny", "seed=3"])
+
+
+def test_overrides_reach_into_the_free_config():
+    recipe = load_recipe(["recipe=tiny-base", "model.config.hidden_size=64", "model.config.rope.theta=1e4"])
+    assert recipe.model.config["hidden_size"] == 64
+    assert recipe.model.config["rope"] == {"theta": 10000.0}
+    assert recipe.model.config["model_type"] == "llama"
+    merged = load_recipe(["recipe=tiny-base", "model.config={hidden_size: 32}"])
+    assert merged.model.config["hidden_size"] == 32 and merged.model.config["vocab_size"] == 259
+
+
+def test_a_free_config_can_be_removed_and_added():
+    recipe = load_recipe(["recipe=tiny-base", "model.config=null", "model.base=somewhere"])
+    assert recipe.model.config is None
+    recipe = tiny("model.base=null", "model.tokenizer=bytes", "model.config.model_type=llama")
+    assert recipe.model.config == {"model_type": "llama"}
+
+
+@pytest.mark.parametrize("text", ["1e3", "1_000", "1000", "1000.0", "'1e3'", "+1E+3", "10e2"])
+def test_ints_may_be_written_with_exponents(text):
+    value = tiny(f"trainer.max_steps={text}").trainer.max_steps
+    assert value == 1000 and type(value) is int
+
+
+def test_exponents_in_a_file(tmp_path):
+    text = (FOLDER / "tiny.yaml").read_text().replace("max_steps: 60", "max_steps: 1e3")
+    assert tiny() != load_recipe([f"recipe={write(tmp_path, text)}"])
+    assert load_recipe([f"recipe={write(tmp_path, text)}"]).trainer.max_steps == 1000
+
+
+def test_interpolation():
+    assert tiny("seed=7", "output=runs/${name}-${seed}").output == "runs/tiny-7"
+    assert tiny("trainer.max_steps=${trainer.validate_every}").trainer.max_steps == 20
+
+
+def test_sections_as_mappings_and_dotted_keys_in_files(tmp_path):
+    assert tiny("trainer={max_steps: 3, log_every: 2}").trainer.log_every == 2
+    path = write(tmp_path, (FOLDER / "tiny.yaml").read_text() + "trainer.log_every: 7\n")
+    assert load_recipe([f"recipe={path}"]).trainer.log_every == 7
+
+
+def test_only_required_keys(tmp_path):
+    text = """
+    name: short
+    description: only what is required
+    model:
+      base: somewhere
+    blocks:
+    data: {path: data/x, sequence_length: 8192}
+    trainer: {max_tokens: 1e6, tokens_per_batch: 16384}
+    optimizer: {warmup_tokens: 20_000}
+    """
+    recipe = load_recipe([f"recipe={write(tmp_path, text)}"])
+    assert recipe.model.recent_size == 4080 and recipe.optimizer.betas == [0.9, 0.95]
+    assert steps(recipe) == 62 and warmup_steps(recipe) == 2 and accumulate(recipe) == 2
+    recipe.optimizer.warmup_tokens = None
+    assert warmup_steps(recipe) == 0
+    recipe.output = "elsewhere"
+    assert output_folder(recipe) == Path("elsewhere")
+
+
+def test_defaults_are_not_shared_between_recipes():
+    tiny().optimizer.betas.append(3)
+    assert tiny().optimizer.betas == [0.9, 0.95]
+
+
+# Where recipes are found
+
+
+def test_recipe_by_path_and_folder(tmp_path, monkeypatch):
+    assert load_recipe([f"recipe={FOLDER / 'tiny.yaml'}"]) == tiny()
+    write(tmp_path, (FOLDER / "tiny.yaml").read_text(), "other.yaml")
+    write(tmp_path, "a: [", "broken.yaml")
+    monkeypatch.setenv("POD_RECIPES", str(tmp_path))
+    assert load_recipe(["recipe=other"]) == load_recipe([f"recipe={tmp_path}/other.yaml"])
+    assert list(recipes()) == ["broken", "other"] and "cannot be read" in recipes()["broken"]
+
+
+def test_folder_of_the_working_directory_when_there_is_no_repository(tmp_path, monkeypatch):
+    (tmp_path / "recipes").mkdir()
+    write(tmp_path / "recipes", (FOLDER / "tiny.yaml").read_text(), "here.yaml")
+    monkeypatch.setattr(recipe_module, "__file__", str(tmp_path / "site" / "pod" / "recipe.py"))
+    monkeypatch.chdir(tmp_path)
+    assert list(recipes()) == ["here"]
+    assert load_recipe(["recipe=here"]).name == "tiny"
+
+
+# Saving
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_save_and_load(name, tmp_path):
+    recipe = load_recipe([f"recipe={name}", "optimizer.lr=3.3e-7"])
+    save(recipe, tmp_path / "deep" / "recipe.yaml")
+    assert load_recipe([f"recipe={tmp_path}/deep/recipe.yaml"]) == recipe
+    assert os.listdir(tmp_path / "deep") == ["recipe.yaml"]
+
+
+@pytest.mark.parametrize(
+    "text", ["1e3", "no", "12:30:00", "2020-01-01", "1_0", "- a: b # c", "é 漢", "a\tb", "NULL", "<<"]
+)
+def test_save_keeps_text_text(text, tmp_path):
+    recipe = tiny(f"description={text}", f"data.path={text}", "resume=gone/step.ckpt")
+    save(recipe, tmp_path / "recipe.yaml")
+    again = load_recipe([f"recipe={tmp_path}/recipe.yaml"])
+    assert again == recipe and again.description == text
+
+
+# Messages
+
+
+@pytest.mark.parametrize(
+    "key, meant",
+    [
+        ("trainer.max_step", "trainer.max_steps"),
+        ("max_steps", "trainer.max_steps"),
+        ("--max_steps", "trainer.max_steps"),
+        ("optimizer.max_steps", "trainer.max_steps"),
+        ("lr", "optimizer.lr"),
+        ("optimiser.lr", "optimizer.lr"),
+        ("modle.dtype", "model.dtype"),
+        ("data.seqence_length", "data.sequence_length"),
+        ("blocks.kv_savings", "blocks.kv_saving"),
+        ("optimizer.betas.0", "optimizer.betas"),
+        ("sed", "seed"),
+        ("optimiser", "optimizer"),
+    ],
+)
+def test_unknown_key_names_the_closest(key, meant):
+    assert refused(f"{key}=1") == f"unknown key {key!r}. Did you mean {meant}?"
+
+
+def test_unknown_key_like_no_other():
+    assert refused("zzz=1") == "unknown key 'zzz'. --help lists the keys."
+
+
+def test_unknown_key_in_a_file_names_the_file(tmp_path):
+    path = write(tmp_path, (FOLDER / "tiny.yaml").read_text().replace("  lr:", "  lrr:"))
+    with pytest.raises(RecipeError, match=r"mine\.yaml: unknown key 'optimizer\.lrr'\. Did you mean optimizer\.lr\?"):
+        load_recipe([f"recipe={path}"])
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("trainer.max_steps=abc", "trainer.max_steps: wanted int or null, got 'abc' (str)"),
+        ("trainer.max_steps=1.5", "trainer.max_steps: wanted int or null, got 1.5 (float)"),
+        ("trainer.max_steps=true", "trainer.max_steps: wanted int or null, got True (bool)"),
+        ("trainer.devices=null", "trainer.devices: wanted int, got None (NoneType)"),
+        ("trainer.devices=[1]", "trainer.devices: wanted int, got [1] (list)"),
+        ("optimizer.lr=high", "optimizer.lr: wanted float, got 'high' (str)"),
+        ("optimizer.lr=.nan", "optimizer.lr: wanted float, got nan (float)"),
+        ("optimizer.betas=0.9", "optimizer.betas: wanted list of floats, got 0.9 (float)"),
+        ("optimizer.betas=[0.9, x]", "optimizer.betas: wanted list of floats, got [0.9, 'x'] (list)"),
+        ("data.shuffle=yes", "data.shuffle: wanted true or false, got 'yes' (str)"),
+        ("data.shuffle=1", "data.shuffle: wanted true or false, got 1 (int)"),
+        ("name=null", "name: wanted string, got None (NoneType)"),
+        ("model.config=3", "model.config: wanted mapping or null, got 3 (int)"),
+        ("model.config={1: 2}", "model.config: the key 1 is not a string; put it in quotes"),
+        ("model.config.a=.inf", "model.config.a: wanted a value of JSON, got inf (float)"),
+        ("model=null", "model is a group of keys, not a value: write model.KEY=value; got None"),
+    ],
+)
+def test_wrong_type_names_key_value_and_type(override, message):
+    assert refused(override) == message
+
+
+def test_a_number_where_text_is_meant_in_a_file(tmp_path):
+    path = write(tmp_path, "name: 123\n")
+    with pytest.raises(RecipeError, match=r"mine\.yaml: name: wanted string, got 123 \(int\); put it in quotes"):
+        load_recipe([f"recipe={path}"])
+
+
+@pytest.mark.parametrize("key", CHOICES)
+def test_invalid_choice_lists_the_valid_ones(key):
+    assert refused(f"{key}=zzz") == f"{key} must be one of {', '.join(CHOICES[key])}; got 'zzz'."
+    typo = CHOICES[key][-1][:-1]
+    assert refused(f"{key}={typo}").endswith(f"Did you mean {CHOICES[key][-1]}?")
+
+
+@pytest.mark.parametrize("key", INTERVALS)
+def test_values_outside_their_interval(key):
+    interval = INTERVALS[key]
+    low, high = interval[1:-1].split(", ")
+    below = low if interval[0] == "(" else str(int(low) - 1)
+    text = f"[{below}, 0.5]" if key == "optimizer.betas" else below
+    assert re.fullmatch(
+        rf"{re.escape(key)} must be in {re.escape(interval)}, got {below}(\.0)?", refused(f"{key}={text}")
+    )
+    if high != "inf":
+        above = str(float(high) + 1).removesuffix(".0")
+        text = f"[{above}, 0.5]" if key == "optimizer.betas" else above
+        assert f"must be in {interval}" in refused(f"{key}={text}")
+
+
+def test_every_number_has_an_interval():
+    numbers = {key for key, entry in schema().items() if entry.type in (int, float, list)}
+    assert numbers == set(INTERVALS)
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["trainer.max_tokens=8192"], "trainer.max_steps or trainer.max_tokens: both are given, wanted one"),
+        (["trainer.max_steps=null"], "trainer.max_steps or trainer.max_tokens: neither is given, wanted one"),
+        (["optimizer.warmup_tokens=1"], "optimizer.warmup_steps or optimizer.warmup_tokens: both are given"),
+        (["model.base=null"], "model.config (start from scratch): neither is given, wanted one"),
+        (["model.config.model_type=llama"], "model.config (start from scratch): both are given, wanted one"),
+        (["model.base=null", "model.config.a=1", "model.tokenizer=bytes"], "model.config.model_type is required"),
+        (["model.base=null", "model.config.model_type=llama"], "model.tokenizer is required with model.config"),
+        (["optimizer.betas=[0.9]"], "optimizer.betas must be two floats, got [0.9]"),
+        (["optimizer.min_lr=1"], "optimizer.min_lr (1) is above optimizer.lr (0.001)"),
+        (["model.recent_size=1020"], "no token is distant: model.sink_size (4) + model.recent_size (1020) cover"),
+        (["name=a/b"], "name must be letters, digits, dot, dash and underscore; got 'a/b'"),
+        (["description=a\nb"], "description must be one line"),
+        (["resume=atuo"], "resume must be never, auto or a checkpoint's path; got 'atuo'. Did you mean auto?"),
+        (["trainer.time_limit=1h"], "trainer.time_limit must be DD:HH:MM:SS, got '1h'"),
+        (["data.path=''"], "data.path is empty"),
+        (["output=${nothing}"], "the recipe's values cannot be put together: Interpolation key 'nothing' not found"),
+        (["output=${"], "the recipe's values cannot be put together"),
+        (["name=${name}"], "the recipe's values cannot be put together"),
+        (["trainer.max_steps=${name}"], "the recipe's values cannot be put together: "),
+        (["output=\\${x}"], "output: '${x}' holds ${, which only an interpolation may"),
+        (["trainer.max_steps=[1"], "trainer.max_steps=[1: not valid YAML"),
+        (["max_steps"], "expected key=value, got 'max_steps'."),
+        (["tiny"], "expected key=value, got 'tiny'. Did you mean recipe=tiny?"),
+        (["recipe=tiny"], "2 recipes are given (tiny, tiny); write recipe=NAME once"),
+    ],
+)
+def test_messages(overrides, message):
+    assert message in refused(*overrides)
+
+
+def test_batch_that_does_not_divide_names_the_numbers():
+    message = refused("trainer.tokens_per_batch=10000", "data.micro_batch_size=2")
+    assert message == (
+        "trainer.tokens_per_batch=10000 is not a multiple of 2048 = data.micro_batch_size (2) * data.sequence_length "
+        "(1024) * processes (1); the closest is 8192 or 10240"
+    )
+    with pytest.raises(RecipeError, match=r"8192 is not a multiple of 16384 .* processes \(2\); the closest is 16384$"):
+        accumulate(tiny(), 2)
+    assert accumulate(tiny("data.micro_batch_size=1"), 2) == 4
+
+
+@pytest.mark.parametrize("key", [key for key, entry in schema().items() if entry.default == MISSING])
+def test_missing_required_key(key, tmp_path):
+    content = yaml.safe_load((FOLDER / "tiny.yaml").read_text())
+    section, _, name = key.rpartition(".")
+    del (content[section] if section else content)[name]
+    path = write(tmp_path, yaml.safe_dump(content))
+    with pytest.raises(RecipeError) as caught:
+        load_recipe([f"recipe={path}"])
+    assert str(caught.value) == f"required, but not given: {key} ({schema()[key].doc})"
+
+
+def test_missing_recipe_names_the_closest_and_the_list():
+    listed = f"Recipes: {', '.join(SHIPPED)}"
+    assert refused(recipe="tiny-bse") == f"no recipe 'tiny-bse'. Did you mean tiny-base? {listed}"
+    assert refused(recipe="runs/tiny.yaml") == f"no file 'runs/tiny.yaml'. Did you mean tiny? {listed}"
+    for nonsense in ("", "/", "\0", "x" * 5000):
+        assert "Recipes: " in refused(recipe=nonsense)
+    with pytest.raises(RecipeError, match=r"no recipe is given; write recipe=NAME once\. Recipes: "):
+        load_recipe(["seed=1"])
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("name: x\ndata: [1,\n", "line 3: not valid YAML"),
+        ("name: x\nseed: 1\nseed: 2\n", "line 3: not valid YAML: seed is given twice"),
+        ("name: &a x\ndescription: *a\n", "line 2: not valid YAML: aliases (*) are not supported"),
+        ("name: x\nname: !!python/object:os.x {}\n", "line 2: not valid YAML"),
+        ("- a\n- b\n", "wanted a mapping of keys, got list"),
+        ("name: \0", "not valid YAML"),
+    ],
+)
+def test_bad_yaml_names_file_and_line(text, message, tmp_path):
+    path = write(tmp_path, text)
+    with pytest.raises(RecipeError) as caught:
+        load_recipe([f"recipe={path}"])
+    assert str(caught.value).startswith(path) and message in str(caught.value)
+
+
+def test_a_file_that_is_not_text(tmp_path):
+    (tmp_path / "mine.yaml").write_bytes(b"name: \xff")
+    with pytest.raises(RecipeError, match="mine.yaml: not UTF-8 text"):
+        load_recipe([f"recipe={tmp_path}/mine.yaml"])
+
+
+def test_validate_checks_what_code_changed():
+    recipe = tiny()
+    recipe.trainer.max_steps = "many"
+    with pytest.raises(RecipeError, match="trainer.max_steps: wanted int or null, got 'many'"):
+        validate(recipe)
+
+
+# Help and the command line
+
+
+def test_help_has_every_field_with_its_docstring():
+    """The docstrings are read here once more, by another way: straight from the module's syntax tree."""
+    tree = ast.parse(Path(recipe_module.__file__).read_text())
+    docs = {}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name in (
+            "Model",
+            "Blocks",
+            "Data",
+            "Optimizer",
+            "Trainer",
+            "Recipe",
+        ):
+            prefix = "" if node.name == "Recipe" else node.name.lower() + "."
+            for above, below in zip(node.body, node.body[1:], strict=False):
+                if isinstance(above, ast.AnnAssign) and isinstance(below, ast.Expr):
+                    docs[prefix + above.target.id] = " ".join(ast.literal_eval(below.value).split())
+    assert set(docs) | set(sections()) == set(schema()) | set(sections())
+    printed = " ".join(help_text("pod.fit").split())
+    for key, entry in schema().items():
+        assert len(docs[key]) > 10 and entry.doc == docs[key]
+        assert re.search(rf" {re.escape(key)} \({re.escape(entry.wanted)}, .*?{re.escape(docs[key])}", printed), key
+    assert max(map(len, help_text().splitlines())) <= 120
+
+
+def test_schema_covers_every_dataclass_field():
+    flat = set()
+    for entry in dataclasses.fields(tiny()):
+        value = getattr(tiny(), entry.name)
+        inner = dataclasses.fields(value) if dataclasses.is_dataclass(value) else None
+        flat |= {f"{entry.name}.{field.name}" for field in inner} if inner else {entry.name}
+    assert flat == set(schema())
+
+
+def test_no_arguments_list_the_recipes(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main_recipe([], "pod.fit")
+    out = capsys.readouterr().out
+    assert ended.value.code == 0
+    for name, description in recipes().items():
+        assert re.search(rf"^  {name} +{re.escape(description)}$", out, flags=re.M)
+    assert "python -m pod.fit recipe=NAME" in out
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["-h"], ["recipe=tiny", "--help"]])
+def test_help_ends_with_0(argv, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main_recipe(argv, "pod.analyze")
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.strip() == help_text("pod.analyze")
+
+
+def test_an_error_goes_to_stderr_and_ends_with_2(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main_recipe(["recipe=tiny", "seed=x"], "pod.fit")
+    printed = capsys.readouterr()
+    assert ended.value.code == 2 and printed.out == ""
+    assert printed.err == "error: seed: wanted int, got 'x' (str)\n"
+
+
+def test_the_resolved_recipe_is_printed(capsys, tmp_path):
+    recipe = main_recipe(["recipe=tiny", "output=${name}"], "pod.fit")
+    path = write(tmp_path, capsys.readouterr().out)
+    assert load_recipe([f"recipe={path}"]) == recipe and recipe.output == "tiny"
+
+
+def test_the_schema_needs_no_torch():
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import recipe; print({'torch', 'lightning'} & set(sys.modules))"
+    )
+    folder = str(Path(recipe_module.__file__).parent)
+    assert subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True).stdout == "set()\n"
+
+
+# Fuzzing
+
+KEYS = st.sampled_from([*schema(), *sections(), "model.config.x", "model.config.x.y", "model.config.", "recipe", ""])
+VALUES = st.one_of(
+    st.text(max_size=20),
+    st.text(alphabet="[]{}:,'\"!&*%@`|>-?#~ \n\t0123456789.eE_+xtrue${}", max_size=20),
+    st.floats().map(str),
+    st.integers().map(str),
+    st.sampled_from(
+        ["${name}", "${oc.env:NOTHING}", "${model}", "???", "!!set {a}", "!!binary aGk=", "!!int x", "[" * 5000]
+    ),
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.one_of(st.tuples(KEYS, VALUES), st.tuples(st.text(max_size=12), VALUES)), min_size=1, max_size=3))
+@example([("model.config.x", "${model}")])
+@example([("model.config.x", "${model.config}")])
+@example([("model.config", "${data}")])
+@example([("trainer.max_steps", "9" * 5000)])
+@example([("optimizer.lr", "1e999")])
+@example([("model.config.x", "{[a]: 1}")])
+@example([("model.config.x", "!!int {}")])
+@example([("name", "\udc80")])
+@example([("description", "\udc80")])
+def test_fuzzed_overrides_raise_recipe_errors_only(tmp_path_factory, overrides):
+    """Whatever is typed, the answer is a RecipeError or a recipe that can be saved and read back."""
+    try:
+        recipe = load_recipe(["recipe=tiny", *(f"{key}={value}" for key, value in overrides)])
+    except RecipeError as error:
+        assert str(error)
+        return
+    path = tmp_path_factory.getbasetemp() / "fuzzed.yaml"
+    save(recipe, path)
+    assert load_recipe([f"recipe={path}"]) == recipe
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.one_of(st.binary(max_size=60), st.text(alphabet="name:data \n-[]{}&*!|>'\"#?,1.e", max_size=60).map(str.encode))
+)
+def test_fuzzed_files_raise_recipe_errors_only(tmp_path_factory, content):
+    path = tmp_path_factory.getbasetemp() / "fuzzed-file.yaml"
+    path.write_bytes(content)
+    with pytest.raises(RecipeError):
+        load_recipe([f"recipe={path}"])
