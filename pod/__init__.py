@@ -1,16 +1,30 @@
 """PoD: proximal tokens over distant tokens. `import pod` registers the PoD models with transformers' Auto classes."""
 
+import importlib
+
 from pod import similarity
 from pod.blocks import LayerBlocks
 from pod.cache import PodCache
 from pod.config import PodLlamaConfig, PodQwen3Config
 from pod.model import PodLlamaForCausalLM, PodQwen3ForCausalLM, convert
 
+# These bring lightning: loaded when first used, so that `import pod` stays light.
+_LAZY = {"PodDataModule": "pod.data", "PodModule": "pod.module"}
+
+
+def __getattr__(name: str):
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'pod' has no attribute {name!r}")
+
+
 __all__ = [
     "LayerBlocks",
     "PodCache",
+    "PodDataModule",
     "PodLlamaConfig",
     "PodLlamaForCausalLM",
+    "PodModule",
     "PodQwen3Config",
     "PodQwen3ForCausalLM",
     "convert",

@@ -175,6 +175,13 @@ def test_a_failed_export_leaves_nothing(trained, tmp_path, monkeypatch):
         export(tmp_path / "nowhere", tmp_path / "out")
 
 
+def test_public_names_are_loaded_when_used():
+    assert pod.PodDataModule is PodDataModule
+    assert pod.PodModule.__module__ == "pod.module"
+    with pytest.raises(AttributeError, match="no attribute 'PodModul'"):
+        pod.PodModul  # noqa: B018
+
+
 def test_data_of_another_length_is_refused(prepared):
     with pytest.raises(ValueError, match="128"):
         data = PodDataModule(prepared, sequence_length=64, micro_batch_size=1)
