@@ -226,7 +226,7 @@ class PodCache(Cache):
                 row = int((~is_allowed).nonzero()[0])
                 raise ValueError(
                     f"row {row} of attention_mask has padding after its first real token. The cache supports left "
-                    "padding only: set tokenizer.padding_side = 'left'."
+                    "padding only: set tokenizer.padding_side = 'left', or pass use_cache=False."
                 )
             positions = self._lengths[:, None] + step_index - (count - real[:, None])
             positions = positions.masked_fill(~mask, -1)
@@ -316,7 +316,7 @@ class PodCache(Cache):
         )
         if not single:
             self._write_near(segments, stored_k[anchors:], step)
-        return out
+        return out if not v.requires_grad else _CacheBoundary.apply(out, v)
 
     # ------------------------------------------------------------------ rows
 
@@ -463,6 +463,21 @@ class PodCache(Cache):
         kept = (positions >= 0) & ((positions < segments.sink_size) | (positions > last - segments.ring_size))
         rows, columns = kept.nonzero(as_tuple=True)
         data[:, rows, segments.near_slots(positions[rows, columns])] = new[:, rows, columns]
+
+
+class _CacheBoundary(torch.autograd.Function):
+    """Stored keys and values have no history: a backward through them would be silently partial, so it is refused."""
+
+    @staticmethod
+    def forward(ctx, out: Tensor, v: Tensor) -> Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        raise RuntimeError(
+            "gradients do not flow through tokens that a cache holds: pass the whole sequence at once with "
+            "use_cache=False, or decode under torch.no_grad()"
+        )
 
 
 def _shape_of(config: PreTrainedConfig) -> str:

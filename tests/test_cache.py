@@ -692,3 +692,14 @@ def test_a_cache_that_generate_made_serves_a_longer_turn():
     second = model.generate(turn, past_key_values=first.past_key_values, max_new_tokens=20, **options)
     plain = model.generate(turn, use_cache=False, max_new_tokens=20, **options)
     assert_close(torch.stack(second.logits), torch.stack(plain.logits))
+
+
+def test_backward_through_stored_tokens_is_refused():
+    model, ids = build(*SHARES[0].values[0]), tokens(1, 12)
+    cache = pod.PodCache(model.config)
+    model(ids[:, :8], past_key_values=cache)
+    with torch.enable_grad():
+        loss = model(ids[:, 8:], past_key_values=cache).logits.sum()
+        assert loss.requires_grad
+        with pytest.raises(RuntimeError, match="use_cache=False"):
+            loss.backward()
