@@ -9,7 +9,9 @@ Analyses first when the recipe wants a saving and names no blocks file. Writes i
 `blocks.json`, `logs/` and `steps/step=N.ckpt`, `best/`.
 """
 
+import signal
 import sys
+import threading
 import zipfile
 from pathlib import Path
 
@@ -27,16 +29,33 @@ from pod.recipe import Recipe, accumulate, main_recipe, output_folder, save, ste
 
 
 class SaveOnSigterm(Callback):
-    """Write a checkpoint when the process is told to end (a preempted job), then let it end."""
+    """When the process is told to end (a preempted job): finish the optimiser step, write a checkpoint, end.
+
+    Lightning's own handler ends between two micro-batches, which would lose the gradients accumulated so far. It is in
+    place when training starts, and is replaced then.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.received = False
 
-    def on_exception(self, trainer: lightning.Trainer, module: lightning.LightningModule, exception: BaseException):
-        if isinstance(exception, SIGTERMException):
+    def on_train_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._note)
+
+    def _note(self, number: int, frame: object) -> None:
+        self.received = True
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, module: lightning.LightningModule, *batch) -> None:
+        if self.received and not trainer.fit_loop._should_accumulate():
             path = self.folder / f"step={trainer.global_step}.ckpt"
             trainer.save_checkpoint(path)
             print(f"SIGTERM: wrote {path}; continue with resume=auto", flush=True)
+            raise SIGTERMException
+
+    def teardown(self, trainer: lightning.Trainer, module: lightning.LightningModule, stage: str) -> None:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def is_whole(checkpoint: Path) -> bool:
@@ -197,6 +216,8 @@ def main(arguments: list[str]) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except SIGTERMException:
+        return 128 + signal.SIGTERM
     return 0
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, pipeline
 
 import pod
 from pod.data import PodDataModule
@@ -136,6 +136,30 @@ def test_killed_and_resumed_run_has_the_losses_of_an_uninterrupted_one(trained, 
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
+def test_sigterm_writes_a_checkpoint_from_which_the_run_continues(trained, prepared, tmp_path):
+    path = recipe_file(tmp_path, prepared)
+    run = tmp_path / "run"
+    # No checkpoint of its own: what is there afterwards is what SIGTERM wrote.
+    command = [sys.executable, "-m", "pod.fit", f"recipe={path}", "trainer.checkpoint_every=1000"]
+    command += ["trainer.log_every=1"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    deadline = time.time() + 240
+    # The best checkpoint is written at the first validation, after step 5: training is under way then.
+    while not list(run.glob("best/*.ckpt")) and process.poll() is None and time.time() < deadline:
+        time.sleep(0.02)
+    process.terminate()
+    out, _ = process.communicate(timeout=120)
+    assert "SIGTERM: wrote" in out and process.returncode == 128 + signal.SIGTERM
+    written = last_checkpoint(run / "steps")
+    assert written is not None and written.stem != "step=10"
+    done = subprocess.run([*command, "resume=auto"], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    ours, theirs = (load_checkpoint(folder)[0]["state_dict"] for folder in (run, trained))
+    for name in theirs:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-7)
+
+
 def test_export_gives_the_trained_logits_and_fit_adapts_from_it(trained, prepared, tmp_path):
     out = export(trained, tmp_path / "base")
     model = rebuild(load_checkpoint(trained)[0])
@@ -155,6 +179,8 @@ def test_export_gives_the_trained_logits_and_fit_adapts_from_it(trained, prepare
     assert isinstance(shared, pod.PodLlamaForCausalLM)
     assert shared.config.blocks == pod.LayerBlocks.load(run / "blocks.json")
     assert shared.config.blocks.kv_saving >= 0.25
+    text = pipeline("text-generation", model=str(tmp_path / "pod"))("def main" * 8, max_new_tokens=4)
+    assert text[0]["generated_text"].startswith("def main")
     card = (tmp_path / "pod" / "README.md").read_text()
     assert "import pod" in card and "layer   2:" in card
     command = [sys.executable, "-m", "pod.generate", "--ckpt", str(tmp_path / "pod"), "--prompt", "def main" * 8]
