@@ -1,5 +1,6 @@
 # Each target is the only command a fresh machine needs: it creates .venv and installs first when that is missing or old.
 #
+#   make demo       PoD from beginning to end on real text: checkpoints/tiny/report.md and report.png
 #   make test       everything but the slow tests
 #   make test-all   the same, and then the slow tests
 #   make lint       ruff: rules and format
@@ -12,7 +13,7 @@ STAMP := .venv/.installed
 export DS_BUILD_OPS := 0
 export DS_ACCELERATOR := cpu
 
-.PHONY: install test test-slow test-all lint
+.PHONY: install demo tiny-base test test-slow test-all lint
 
 install: $(STAMP)
 
@@ -22,6 +23,9 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -c constraints.txt torch==2.13.0
 	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
 	touch $@
+
+demo: $(STAMP)
+	$(BIN)/python eval/demo.py
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow" -q

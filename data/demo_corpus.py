@@ -208,8 +208,11 @@ def write_corpus(
     with writer:
         for split, modules, count in (("train", train, samples), ("validation", held_out, validation_samples)):
             for index in tqdm(range(count), desc=f"Writing {split}", unit=" samples"):
-                text = corpus_sample(modules, length, seed, index, keys_min, keys_max, split == "validation").text
-                writer.add(split, np.frombuffer(text, np.uint8).astype(np.int64) + 3)
+                sample = corpus_sample(modules, length, seed, index, keys_min, keys_max, split == "validation")
+                answers = np.zeros(length, dtype=bool)
+                for start, _ in sample.answers:
+                    answers[start : start + 5] = True
+                writer.add(split, np.frombuffer(sample.text, np.uint8).astype(np.int64) + 3, answers=answers)
         writer.held_out = [hashlib.sha256(module).hexdigest() for module in held_out]
 
 

@@ -6,6 +6,8 @@ A prepared directory is written by `data/prepare.py` or `data/demo_corpus.py` an
     tokens-SPLIT-00000.bin       [n, T] uint16 (uint32 where the vocabulary has more than 65,535 ids), little-endian
     documents-SPLIT-00000.bin    [n, T] uint16, the document of each token inside its sample, 65,535 for padding;
                                  absent when every sample is one whole document
+    answers-SPLIT-00000.bin      [n, T] uint8, 1 where a token answers a question that the sample itself has answered
+                                 before (a planted key's digits); absent when nobody marked any
     held-out-sha256.txt          sha256 of each held-out document's text, sorted, one a line
 
 Splits are "train" and "validation". T is the sample length, n a shard's number of samples.
@@ -34,6 +36,7 @@ VERSION = 1
 PADDING = 65535  # in a documents file
 IGNORED = -100  # a label that no loss counts
 SHARD_BYTES = 2**30
+KINDS = ("tokens", "documents", "answers")  # of files; the first is always there
 
 
 class SampleWriter:
@@ -103,7 +106,13 @@ class SampleWriter:
         finally:
             shutil.rmtree(self.directory, ignore_errors=True)
 
-    def add(self, split: str, tokens: np.ndarray, document_ids: np.ndarray | None = None) -> None:
+    def add(
+        self,
+        split: str,
+        tokens: np.ndarray,
+        document_ids: np.ndarray | None = None,
+        answers: np.ndarray | None = None,
+    ) -> None:
         """Append samples to a split.
 
         Args:
@@ -111,9 +120,10 @@ class SampleWriter:
             tokens: [T] or [n, T] integers in [0, vocab_size).
             document_ids: the same shape: non-decreasing in each sample, -1 (at the end only) for padding. None when
                 every sample of the split is one whole document.
+            answers: the same shape, bool: the tokens whose accuracy validation reports. None when none are marked.
 
         Raises:
-            ValueError: a wrong split name, length, id, or a split with document ids for some samples only.
+            ValueError: a wrong split name, length, id, or a split with document ids or answers for some samples only.
         """
         if split not in ("train", "validation"):
             raise ValueError(f"split is {split!r}: 'train' or 'validation'")
@@ -127,11 +137,17 @@ class SampleWriter:
             stored = np.where(document_ids < 0, PADDING, document_ids)
             if stored.shape != tokens.shape or stored.max(initial=0) > PADDING or (np.diff(stored) < 0).any():
                 raise ValueError("document_ids: the shape of tokens, non-decreasing below 65,535, -1 only at the end")
-        entry = self.splits.setdefault(
-            split, {"samples": 0, "tokens": 0, "documents": document_ids is not None, "shards": []}
-        )
-        if entry["documents"] != (document_ids is not None):
-            raise ValueError(f"split {split!r}: document_ids for all samples or for none")
+        if answers is not None:
+            answers = np.atleast_2d(np.asarray(answers))
+            if answers.shape != tokens.shape or answers.dtype != bool:
+                raise ValueError(
+                    f"answers are {answers.dtype} {answers.shape}: bool of the tokens' shape {tokens.shape}"
+                )
+        given = {"documents": document_ids is not None, "answers": answers is not None}
+        entry = self.splits.setdefault(split, {"samples": 0, "tokens": 0, **given, "shards": []})
+        for kind, is_given in given.items():
+            if entry[kind] != is_given:
+                raise ValueError(f"split {split!r}: {kind} for all samples or for none")
         while len(tokens):
             count = min(len(tokens), self._room(split))
             self._append(split, "tokens", tokens[:count].astype(self.dtype))
@@ -140,6 +156,9 @@ class SampleWriter:
                 self._append(split, "documents", stored[:count].astype("<u2"))
                 entry["tokens"] -= int((stored[:count] == PADDING).sum())
                 stored = stored[count:]
+            if answers is not None:
+                self._append(split, "answers", answers[:count].astype(np.uint8))
+                answers = answers[count:]
             entry["samples"] += count
             entry["shards"][-1]["samples"] += count
             tokens = tokens[count:]
@@ -240,7 +259,7 @@ class PreparedData:
         self.splits: dict[str, dict[str, Any]] = self.index["splits"]
         for split in self.splits:
             for shard in self.splits[split]["shards"]:
-                for kind in ("tokens", "documents"):
+                for kind in KINDS:
                     if kind in shard:
                         self._check_size(kind, shard)
 
@@ -255,7 +274,7 @@ class PreparedData:
             )
 
     def _dtype(self, kind: str) -> np.dtype:
-        return self.dtype if kind == "tokens" else np.dtype("<u2")
+        return {"tokens": self.dtype, "documents": np.dtype("<u2"), "answers": np.dtype(np.uint8)}[kind]
 
     def verify(self) -> None:
         """Read every file and compare its sha256 with the index.
@@ -274,7 +293,7 @@ class PreparedData:
         return (self.path / self.index["held_out"]["file"]).read_text().split()
 
     def maps(self, split: str, kind: str) -> list[np.ndarray]:
-        """The split's shards of one kind ("tokens" or "documents"), each [n, T], read-only and memory-mapped."""
+        """The split's shards of one kind (of `KINDS`), each [n, T], read-only and memory-mapped."""
         length, dtype = self.sequence_length, self._dtype(kind)
         return [
             np.memmap(self.path / shard[kind]["file"], dtype, "r", shape=(shard["samples"], length))
@@ -288,7 +307,7 @@ class PreparedData:
 
     def _files(self, split: str) -> list[dict[str, str]]:
         shards = self.splits[split]["shards"]
-        return [shard[kind] for shard in shards for kind in ("tokens", "documents") if kind in shard]
+        return [shard[kind] for shard in shards for kind in KINDS if kind in shard]
 
 
 class PreparedDataset(Dataset):
@@ -301,6 +320,7 @@ class PreparedDataset(Dataset):
                        document's first token, which nothing before it foretells
         document_ids   the document of each token, -1 for padding; absent when the sample is a single document (what
                        follows it, if it is padded, has no labels and is never looked at by causal attention)
+        answers        bool, the marked tokens; absent when the split marks none
 
     Args:
         path: a prepared directory, or `PreparedData`.
@@ -316,7 +336,7 @@ class PreparedDataset(Dataset):
             raise ValueError(f"{self.data.path} has no {split} split, only: {', '.join(self.data.splits)}")
         self.split = split
         self._ends = np.cumsum([shard["samples"] for shard in self.data.splits[split]["shards"]]).tolist()
-        self._maps: tuple[list[np.ndarray], list[np.ndarray] | None] | None = None
+        self._maps: dict[str, list[np.ndarray]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # Each process maps for itself: a pickled memory map would carry its content along.
@@ -329,19 +349,20 @@ class PreparedDataset(Dataset):
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         if self._maps is None:
-            documents = self.data.splits[self.split]["documents"]
-            self._maps = (
-                self.data.maps(self.split, "tokens"),
-                self.data.maps(self.split, "documents") if documents else None,
-            )
+            entry = self.data.splits[self.split]
+            self._maps = {
+                kind: self.data.maps(self.split, kind) for kind in KINDS if kind == "tokens" or entry.get(kind)
+            }
         shard = bisect.bisect_right(self._ends, index)
         row = index - (self._ends[shard - 1] if shard else 0)
-        input_ids = torch.from_numpy(self._maps[0][shard][row].astype(np.int64))
+        input_ids = torch.from_numpy(self._maps["tokens"][shard][row].astype(np.int64))
         labels = input_ids.clone()
         labels[0] = IGNORED
         item = {"input_ids": input_ids, "labels": labels}
-        if self._maps[1] is not None:
-            document_ids = torch.from_numpy(self._maps[1][shard][row].astype(np.int64))
+        if "answers" in self._maps:
+            item["answers"] = torch.from_numpy(self._maps["answers"][shard][row].astype(bool))
+        if "documents" in self._maps:
+            document_ids = torch.from_numpy(self._maps["documents"][shard][row].astype(np.int64))
             document_ids[document_ids == PADDING] = -1
             labels[1:][document_ids[1:] != document_ids[:-1]] = IGNORED
             labels[document_ids < 0] = IGNORED

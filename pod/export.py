@@ -8,6 +8,7 @@ aside, loaded again and compared with the checkpoint before it takes its name; a
 """
 
 import argparse
+import csv
 import shutil
 import sys
 from pathlib import Path
@@ -49,6 +50,7 @@ tokenizer = AutoTokenizer.from_pretrained("{name}")
 | kv_saving | {saving:.1%} of the cache's bytes, as length grows |
 | sink_size, recent_size | {sink_size}, {recent_size} |
 | share | {share} |
+{measured}
 
 Anchor layer of each layer (rows) and KV head (columns); a head whose anchor is its own layer shares nothing:
 
@@ -134,8 +136,22 @@ def tokenizer_of(run: Path, base: str | None) -> PreTrainedTokenizerBase | None:
     return None
 
 
-def model_card(model: PreTrainedModel, name: str, base: str | None, step: int) -> str:
-    """README.md of an export: what it is, how to load it, the block map."""
+def measured(run: Path, step: int) -> dict[str, float]:
+    """The run's last validation up to a step, from its log: metric -> value; empty when it never validated."""
+    found: dict[str, float] = {}
+    for log in sorted((run / "logs").glob("version_*/metrics.csv"), key=lambda path: int(path.parent.name[8:])):
+        with open(log, newline="", encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                values = {key: float(value) for key, value in row.items() if key.startswith("val_") and value}
+                if values and int(row["step"]) <= step:
+                    found = values
+    return found
+
+
+def model_card(
+    model: PreTrainedModel, name: str, base: str | None, step: int, metrics: dict[str, float] | None = None
+) -> str:
+    """README.md of an export: what it is, how to load it, what was measured, the block map."""
     config = model.config
     shares = hasattr(config, "share")
     blocks = config.blocks if shares else LayerBlocks.dense(config.num_hidden_layers, config.num_key_value_heads)
@@ -153,6 +169,7 @@ def model_card(model: PreTrainedModel, name: str, base: str | None, step: int) -
         sink_size=getattr(config, "sink_size", "-"),
         recent_size=getattr(config, "recent_size", "-"),
         share=getattr(config, "share", "-"),
+        measured="\n".join(f"| {key}, on held-out samples | {value:.4f} |" for key, value in (metrics or {}).items()),
         block_map="\n".join(
             f"layer {layer:3d}: " + " ".join(f"{anchor:3d}" for anchor in row)
             for layer, row in enumerate(blocks.anchors.tolist())
@@ -195,7 +212,9 @@ def export(ckpt: str | Path, out: str | Path, dtype: str | None = None, force: b
         model.save_pretrained(aside)
         if tokenizer is not None:
             tokenizer.save_pretrained(aside)
-        (aside / "README.md").write_text(model_card(model, out.name, base, int(checkpoint["global_step"])))
+        step = int(checkpoint["global_step"])
+        card = model_card(model, out.name, base, step, measured(file.parent.parent, step))
+        (aside / "README.md").write_text(card)
         _verify(model, aside)
         if out.exists():
             shutil.rmtree(out)

@@ -167,6 +167,7 @@ def fit(recipe: Recipe) -> lightning.Trainer:
         warmup_steps=warmup_steps(recipe),
         max_steps=total,
         loss_chunk=recipe.trainer.loss_chunk,
+        answer_weight=recipe.trainer.answer_weight,
         bytes_per_token=1.0 if recipe.model.tokenizer == "bytes" else None,
     )
     trainer = lightning.Trainer(

@@ -58,6 +58,8 @@ class PodAttention:
         ends = self.layer_idx + 1 == anchors.shape[0]
         self.anchor_of = tuple(int(anchors[self.layer_idx, g]) for g in heads)
         self.is_anchor = tuple(anchor == self.layer_idx for anchor in self.anchor_of)
+        self.measure_gate = False  # validation switches it on
+        self.gate: Tensor | None = None  # mean share of the softmax on proximal tokens, of the last forward
         self.goes_on = tuple(not ends and int(anchors[self.layer_idx + 1, g]) == self.anchor_of[g] for g in heads)
 
     def forward(
@@ -95,6 +97,8 @@ class PodAttention:
         q_distant, k_distant = self._distant(q, k, anchors) if travels else (None, None)
         following = self._hand_on(q, k, anchors) if travels else anchors
         if past_key_values is None:
+            if self.measure_gate and q_distant is None:
+                q_distant, k_distant = q, k  # its own scores, split where the others split theirs
             out = shared_score_attention(
                 q,
                 k,
@@ -106,7 +110,11 @@ class PodAttention:
                 scale=self.scaling,
                 lengths=lengths,
                 document_ids=document_ids,
+                return_gate=self.measure_gate,
             )
+            if self.measure_gate:
+                out, gate = out
+                self.gate = gate.mean()
         else:
             out = past_key_values.attend(self.layer_idx, q, k, v, q_distant, k_distant, self.scaling)
         out = out.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1)

@@ -39,6 +39,7 @@ class PodModule(lightning.LightningModule):
         betas, weight_decay: AdamW's; norms, biases and embeddings are not decayed.
         warmup_steps, max_steps: optimiser steps.
         loss_chunk: positions whose logits are in memory at once.
+        answer_weight: the mean loss over the batch's marked answers, times this, is added to the training loss.
         bytes_per_token: 1.0 for byte tokenizers: bits per byte is then logged; None logs none.
 
     Raises:
@@ -63,6 +64,7 @@ class PodModule(lightning.LightningModule):
         warmup_steps: int = 0,
         max_steps: int = 1000,
         loss_chunk: int = 1024,
+        answer_weight: float = 0.0,
         bytes_per_token: float | None = None,
     ) -> None:
         super().__init__()
@@ -71,6 +73,8 @@ class PodModule(lightning.LightningModule):
         self.save_hyperparameters()
         self.model: PreTrainedModel | None = None
         self.validation_loss = torchmetrics.MeanMetric()
+        self.validation_answers = torchmetrics.MeanMetric()
+        self.validation_gates = nn.ModuleList()  # one mean for each layer
         self._clock = time.perf_counter()
         self._tokens = 0
 
@@ -91,23 +95,40 @@ class PodModule(lightning.LightningModule):
         self.model = convert(stock, blocks, hparams.sink_size, hparams.recent_size, hparams.share)
         if hparams.gradient_checkpointing:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.validation_gates.extend(torchmetrics.MeanMetric() for _ in range(layers))
         self.model.train()
 
-    def loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def hidden_states(self, batch: dict[str, Tensor]) -> Tensor:
+        """[B, T, hidden] after the last norm, of a batch with input_ids [B, T] and optionally document_ids [B, T]."""
+        ids = batch["input_ids"]
+        return self.model.model(ids, document_ids=batch.get("document_ids"), use_cache=False).last_hidden_state
+
+    def loss(self, batch: dict[str, Tensor], hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """Sum of the cross-entropies of a batch in nats, and the number of targets.
 
         Args:
-            batch: input_ids [B, T], optionally labels [B, T] (-100 is ignored) and document_ids [B, T].
+            batch: input_ids [B, T], optionally labels [B, T] (-100 is ignored).
+            hidden_states: [B, T, hidden], of the same batch.
         """
-        output = self.model.model(input_ids=batch["input_ids"], document_ids=batch.get("document_ids"), use_cache=False)
         targets = shifted(batch.get("labels", batch["input_ids"]))
-        return chunked_cross_entropy(output.last_hidden_state, self.model.lm_head, targets, self.hparams.loss_chunk)
+        return chunked_cross_entropy(hidden_states, self.model.lm_head, targets, self.hparams.loss_chunk)
+
+    def answer_logits(self, batch: dict[str, Tensor], hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits [n, vocab] that foretell the batch's marked answers (answers [B, T] bool), and their ids [n]."""
+        marked = batch["answers"][:, 1:]
+        return self.model.lm_head(hidden_states[:, :-1][marked]), batch["input_ids"][:, 1:][marked]
 
     def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
-        total, count = self.loss(batch)
+        hidden_states = self.hidden_states(batch)
+        total, count = self.loss(batch, hidden_states)
         loss = total / count.clamp(min=1)
         self._tokens += batch["input_ids"].numel()
         self.log("train_loss", loss.detach(), prog_bar=True)
+        if self.hparams.answer_weight and "answers" in batch:
+            logits, ids = self.answer_logits(batch, hidden_states)
+            answer_loss = nn.functional.cross_entropy(logits.float(), ids, reduction="sum") / max(1, len(ids))
+            self.log("train_answer_loss", answer_loss.detach())
+            loss = loss + self.hparams.answer_weight * answer_loss
         return loss
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -134,9 +155,23 @@ class PodModule(lightning.LightningModule):
         name = torch.cuda.get_device_name(self.device)
         return next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)
 
+    def _measure_gates(self, wanted: bool) -> None:
+        for layer in self.model.model.layers:
+            layer.self_attn.measure_gate = wanted
+
+    def on_validation_epoch_start(self) -> None:
+        self._measure_gates(True)
+
     def validation_step(self, batch: dict[str, Tensor], index: int) -> None:
-        total, count = self.loss(batch)
+        hidden_states = self.hidden_states(batch)
+        for metric, layer in zip(self.validation_gates, self.model.model.layers, strict=True):
+            metric.update(layer.self_attn.gate)
+        total, count = self.loss(batch, hidden_states)
         self.validation_loss.update(total / count.clamp(min=1), weight=count)
+        if "answers" in batch:
+            logits, ids = self.answer_logits(batch, hidden_states)
+            if len(ids):
+                self.validation_answers.update((logits.argmax(dim=-1) == ids).float())
 
     def on_validation_epoch_end(self) -> None:
         loss = self.validation_loss.compute()
@@ -144,7 +179,14 @@ class PodModule(lightning.LightningModule):
         values = {"val_loss": loss, "val_perplexity": loss.exp()}
         if self.hparams.bytes_per_token:
             values["val_bits_per_byte"] = loss / math.log(2) / self.hparams.bytes_per_token
+        if self.validation_answers.update_called:
+            values["val_passkey"] = self.validation_answers.compute()
+            self.validation_answers.reset()
         self.log_dict(values, prog_bar=True)
+        self._measure_gates(False)
+        self.log_dict({f"gate/layer_{i}": metric.compute() for i, metric in enumerate(self.validation_gates)})
+        for metric in self.validation_gates:
+            metric.reset()
 
     def on_train_start(self) -> None:
         self._clock, self._tokens = time.perf_counter(), 0

@@ -153,6 +153,9 @@ class Trainer:
     """Optimiser steps between two lines of the log."""
     loss_chunk: int = 1024
     """Positions whose logits are in memory at once while the loss is computed."""
+    answer_weight: float = 0.0
+    """Weight of the mean loss over the answers that the data marks (the demo's asked digits), added to the loss. A new
+    model learns to look back only when that pays; 0: answers count as any other token."""
     time_limit: str | None = None
     """Stop, with a checkpoint, after this wall-clock time: DD:HH:MM:SS. null: no limit."""
 
@@ -217,6 +220,7 @@ INTERVALS = {
     "trainer.keep_checkpoints": "[1, inf)",
     "trainer.log_every": "[1, inf)",
     "trainer.loss_chunk": "[1, inf)",
+    "trainer.answer_weight": "[0, inf)",
 }
 TYPE_NAMES = {int: "int", float: "float", bool: "true or false", str: "string", list: "list of floats", dict: "mapping"}
 FREE = "model.config"  # the one field that is a mapping: its keys are a Hugging Face config's, not ours

@@ -85,6 +85,26 @@ def test_round_trip(tmp_path, vocab_size, dtype):
         dataset[11]
 
 
+def test_answers_round_trip(tmp_path):
+    tokens, answers = np.arange(35).reshape(7, 5), np.random.default_rng(1).random((7, 5)) < 0.4
+    with SampleWriter(tmp_path / "d", sequence_length=5, vocab_size=99, tokenizer="x", shard_samples=3) as writer:
+        writer.add("train", tokens[:4], answers=answers[:4])
+        writer.add("train", tokens[4:], answers=answers[4:])
+        writer.add("validation", tokens[:1])
+        with pytest.raises(ValueError, match="answers for all samples or for none"):
+            writer.add("train", tokens[:1])
+        with pytest.raises(ValueError, match="answers are int64"):
+            writer.add("train", tokens[:1], answers=answers[:1].astype(np.int64))
+    data = PreparedData(tmp_path / "d")
+    data.verify()
+    items = [PreparedDataset(data, "train")[index] for index in range(7)]
+    assert torch.stack([item["answers"] for item in items]).tolist() == answers.tolist()
+    assert "answers" not in PreparedDataset(data, "validation")[0]
+    (tmp_path / "d" / "answers-train-00001.bin").write_bytes(b"x")
+    with pytest.raises(ValueError, match="answers-train-00001.bin has 1 bytes"):
+        PreparedData(tmp_path / "d")
+
+
 def test_pickling_carries_no_samples(tmp_path):
     dataset = PreparedDataset(write(tmp_path / "d", samples=50, length=1000))
     dataset[0]

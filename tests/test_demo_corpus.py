@@ -91,6 +91,11 @@ def test_command_writes_a_prepared_directory(tmp_path, modules, capsys):
             assert bytes((item["input_ids"].numpy() - 3).astype(np.uint8)) == sample.text
             assert item["labels"][0] == -100 and (item["labels"][1:] == item["input_ids"][1:]).all()
             assert "document_ids" not in item
+            marked = np.zeros(256, dtype=bool)
+            for start, _ in sample.answers:
+                marked[start : start + 5] = True
+            assert item["answers"].tolist() == marked.tolist()
+        assert sum(int(dataset[index]["answers"].sum()) for index in range(count)) >= 5 * count
     assert len(data.held_out()) == len(modules[1])
     before = (out / "index.json").read_bytes()
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,10 @@ import torch
 from transformers import AutoModelForCausalLM, pipeline
 
 import pod
-from pod.data import PodDataModule
+from pod.data import PodDataModule, PreparedDataset
 from pod.export import export, load_checkpoint, rebuild
 from pod.fit import fit, is_whole, last_checkpoint
+from pod.module import PodModule
 from pod.recipe import load_recipe
 
 ROOT = Path(__file__).parent.parent
@@ -89,8 +91,40 @@ def test_fit_writes_what_it_says(trained):
     assert last_checkpoint(trained / "steps").name == "step=10.ckpt"
     assert len(list((trained / "best").glob("*.ckpt"))) == 1
     rows = list(csv.DictReader((trained / "logs" / "version_0" / "metrics.csv").open()))
-    for column in ("train_loss", "lr", "grad_norm", "tokens_per_second", "val_loss", "val_bits_per_byte"):
+    logged = ("train_loss", "lr", "grad_norm", "tokens_per_second", "val_loss", "val_bits_per_byte", "val_passkey")
+    for column in (*logged, "gate/layer_0", "gate/layer_2"):
         assert any(row[column] for row in rows), column
+
+
+def test_answers_are_weighed_and_scored(prepared, tmp_path):
+    path = recipe_file(tmp_path, prepared)
+    weighed = ["trainer.answer_weight=2.0", "trainer.max_steps=1", "trainer.validate_every=1"]
+    fit(load_recipe([f"recipe={path}", *weighed]))
+    (log,) = (tmp_path / "run" / "logs").glob("version_*/metrics.csv")
+    rows = list(csv.DictReader(log.open()))
+    module = PodModule.load_from_checkpoint(tmp_path / "run" / "steps" / "step=1.ckpt")
+    assert module.hparams.answer_weight == 2.0
+    module.configure_model()
+    module.model.load_state_dict(rebuild(load_checkpoint(tmp_path / "run")[0]).state_dict())
+    right = count = 0
+    validation = PreparedDataset(prepared, "validation")
+    with torch.no_grad():
+        for item in (validation[index] for index in range(8)):  # 2 batches of 4
+            logits = module.model(item["input_ids"][None], use_cache=False).logits[0]
+            for position in item["answers"].nonzero()[:, 0].tolist():
+                right += int(logits[position - 1].argmax() == item["input_ids"][position])
+                count += 1
+    (scored,) = [float(row["val_passkey"]) for row in rows if row["val_passkey"]]
+    assert count > 0 and scored == pytest.approx(right / count, abs=1e-6)
+
+    item = PreparedDataset(prepared, "train")[0]
+    batch = {key: value[None] for key, value in item.items()}
+    module.log = lambda *args, **kwargs: None
+    total = module.training_step(batch, 0)
+    logits = module.model(batch["input_ids"], use_cache=False).logits[0, :-1]
+    losses = torch.nn.functional.cross_entropy(logits, item["input_ids"][1:], reduction="none")
+    expected = losses.mean() + 2 * losses[item["answers"][1:]].mean()
+    assert float(total) == pytest.approx(float(expected), rel=1e-5)
 
 
 def test_a_run_that_exists_is_not_trained_over(trained, prepared, tmp_path):
@@ -106,8 +140,11 @@ def test_truncated_checkpoint_is_named_and_the_one_before_taken(trained, tmp_pat
     (tmp_path / "step=10.ckpt").write_bytes(whole[: len(whole) // 2])
     assert last_checkpoint(tmp_path).name == "step=8.ckpt"
     assert "step=10.ckpt is truncated" in capsys.readouterr().err
+    with zipfile.ZipFile(trained / "steps" / "step=10.ckpt") as archive:
+        largest = max(archive.infolist(), key=lambda entry: entry.file_size)
+        record = archive.read(largest)
     flipped = bytearray(whole)
-    flipped[len(whole) // 2] ^= 1
+    flipped[whole.index(record) + len(record) // 2] ^= 1  # not one of the bytes that only pad
     (tmp_path / "step=10.ckpt").write_bytes(flipped)
     assert not is_whole(tmp_path / "step=10.ckpt")
 

@@ -498,6 +498,25 @@ class TestForward:
         with pytest.raises(ValueError, match="row 1 of attention_mask .* has a hole"):
             model(tokens(2, 29), attention_mask=mask, use_cache=False)
 
+    def test_gate_is_the_share_of_the_softmax_on_proximal_tokens(self, family):
+        stock = tiny_model(family)
+        ids = tokens(2, 40)
+        i, j = torch.arange(40)[:, None], torch.arange(40)
+        proximal = (j <= i) & ((j < SINKS) | (i - j < RECENT))
+        weights = stock(ids, output_attentions=True, use_cache=False).attentions
+        expected = [float((layer * proximal).sum(dim=-1).mean()) for layer in weights]
+        model = converted(stock, pod.LayerBlocks.dense(LAYERS, KV_HEADS))
+        shared = converted(stock)
+        for layers in (model.model.layers, shared.model.layers):
+            for layer in layers:
+                layer.self_attn.measure_gate = True
+        logits = model(ids, use_cache=False).logits
+        assert [float(layer.self_attn.gate) for layer in model.model.layers] == pytest.approx(expected, rel=1e-5)
+        assert relative(logits, stock(ids, use_cache=False).logits) <= 1e-5
+        shared(ids, use_cache=False)
+        assert float(shared.model.layers[0].self_attn.gate) == pytest.approx(expected[0], rel=1e-5)
+        assert all(0 < float(layer.self_attn.gate) < 1 for layer in shared.model.layers)
+
     def test_similarity_of_a_dense_pod_model_is_the_stock_models(self, family):
         stock = tiny_model(family)
         expected = attention_similarity(stock, [tokens(2, 31)], last_q=8, progress=False)

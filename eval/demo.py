@@ -1,0 +1,272 @@
+"""The demo: PoD from beginning to end on real text, without a download, in a few minutes on two cores.
+
+    make demo
+    python eval/demo.py trainer.max_steps=20        # overrides of recipes/tiny.yaml
+
+Writes the corpus (the standard library's source), analyses the shipped base model, post-trains it with shared distant
+scores and, for a fair comparison, densely for as many steps, exports both, and evaluates five rows:
+
+    dense                   the base as shipped
+    dense, extra steps      the base after the same further training without sharing
+    PoD, converted          shared scores without any training
+    PoD, adapted            shared scores after the training
+    StreamingLLM            sinks and recent tokens only, as a mask on the dense model with the extra steps
+
+The report goes to checkpoints/tiny/report.md, report.png and report.json. A demo that was stopped goes on where it was.
+"""
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import pod
+from pod.evaluation import models, report
+from pod.evaluation.passkey import generate_greedily, passkey_accuracy, passkey_prompts
+from pod.evaluation.perplexity import decoder_states, perplexity
+from pod.export import export
+from pod.fit import fit
+from pod.recipe import RecipeError, load_recipe, output_folder
+
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1] / "data")]
+from demo_corpus import standard_library, write_corpus  # noqa: E402
+from perplexity import prepared  # noqa: E402
+
+LENGTHS = (256, 512, 1024)  # of the pass-key prompts; the last is the base's context
+DEPTHS = tuple(index / 8 for index in range(9))
+SAMPLES = 12  # prompts for each length and depth
+TEXTS = 96  # held-out samples for the bits per byte
+DECODED = 48  # tokens per decode timing
+ROUNDS = 3  # timings of each row, interleaved
+COLUMNS = (
+    "bits/byte",
+    "pass-key digits",
+    "beyond the window",
+    "cache bytes",
+    "of dense",
+    "decode speed",
+)
+
+
+def write_data(recipe: pod.recipe.Recipe) -> Path:
+    """The recipe's corpus, where it is missing, and held-out text without keys; returns the latter's directory."""
+    length = recipe.data.sequence_length
+    trained = recipe.trainer.tokens_per_batch // length * recipe.trainer.max_steps
+    if not (Path(recipe.data.path) / "index.json").exists():
+        write_corpus(recipe.data.path, length, samples=max(trained, 64), validation_samples=64, seed=1)
+    plain = Path(recipe.data.path).with_name(f"{length}-plain")
+    if not (plain / "index.json").exists():
+        write_corpus(plain, length, samples=1, validation_samples=TEXTS, seed=1, keys_min=0, keys_max=0)
+    return plain
+
+
+def window_mask(length: int, sinks: int, recent: int, dtype: torch.dtype) -> Tensor:
+    """[1, 1, T, T], 0 where StreamingLLM still attends and the least number elsewhere."""
+    i, j = torch.arange(length)[:, None], torch.arange(length)
+    seen = (j <= i) & ((j < sinks) | (i - j < recent))
+    return torch.zeros(length, length, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)[None, None]
+
+
+def streaming(sinks: int, recent: int) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """(hidden states, greedy generation) of a dense model that sees sinks and recent tokens only, by a mask."""
+
+    def states(model: PreTrainedModel, input_ids: Tensor, **kwargs) -> Tensor:
+        mask = window_mask(input_ids.shape[1], sinks, recent, model.dtype).to(model.device)
+        return decoder_states(model, input_ids, attention_mask=mask, **kwargs)
+
+    def generate(model: PreTrainedModel, input_ids: Tensor, count: int) -> Tensor:
+        ids = input_ids
+        for _ in range(count):
+            last = states(model, ids, use_cache=False)[:, -1]
+            ids = torch.cat([ids, model.get_output_embeddings()(last).argmax(dim=-1, keepdim=True)], dim=1)
+        return ids[:, input_ids.shape[1] :]
+
+    return states, generate
+
+
+def measure_cache(model: PreTrainedModel, length: int) -> int:
+    """Bytes of the cache that `generate` leaves behind when one row reaches `length` tokens."""
+    ids = torch.full((1, length - 4), 100)
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=4,
+        min_new_tokens=4,
+        do_sample=False,
+        return_dict_in_generate=True,
+        pad_token_id=0,
+    )
+    return models.cache_bytes(output.past_key_values)
+
+
+def decode_seconds(model: PreTrainedModel, length: int, batch: int = 4) -> float:
+    """Seconds to decode `DECODED` tokens up to `length`, the prefill taken off."""
+
+    def run(count: int) -> float:
+        ids = torch.randint(40, 120, (batch, length - DECODED), generator=torch.Generator().manual_seed(0))
+        start = time.perf_counter()
+        generate_greedily(model, ids, count)
+        return time.perf_counter() - start
+
+    return run(DECODED) - run(1)
+
+
+def evaluate(rows: dict[str, PreTrainedModel], tokenizer, plain: Path, sinks: int, recent: int) -> dict:
+    """Every number of the report, by row; the last row is the model that is also masked."""
+    text = b"\n".join(standard_library()[1]).decode()
+    prompts = [p for n in LENGTHS for p in passkey_prompts(tokenizer, text, n, DEPTHS, SAMPLES)]
+    beyond = [p.distance > recent for p in prompts]
+    masked = streaming(sinks, recent)
+    longest = LENGTHS[-1]
+    measured = {}
+    for name, model in {**rows, "StreamingLLM": rows["dense, extra steps"]}.items():
+        states, generate = masked if name == "StreamingLLM" else (decoder_states, generate_greedily)
+        bits = perplexity(model, prepared(plain, TEXTS, 8), 1.0, states=states, label=f"{name}: held-out text")
+        scores = passkey_accuracy(model, tokenizer, prompts, 12, generate, label=f"{name}: pass keys")
+        cells = torch.tensor(scores).view(len(LENGTHS), len(DEPTHS), SAMPLES).mean(dim=2)
+        far = [score for score, is_far in zip(scores, beyond, strict=True) if is_far]
+        measured[name] = {
+            "bits_per_byte": bits.bits_per_byte,
+            "passkey": sum(scores) / len(scores),
+            "passkey_beyond": sum(far) / len(far),
+            "passkey_cells": cells.tolist(),
+            "cache_bytes": None if name == "StreamingLLM" else measure_cache(model, longest),
+        }
+    seconds: dict[str, list[float]] = {name: [] for name in rows}
+    for _ in range(ROUNDS):
+        for name, model in rows.items():
+            seconds[name].append(decode_seconds(model, longest))
+    dense = statistics.median(seconds["dense"])
+    for name in measured:
+        measured[name]["decode_speed"] = dense / statistics.median(seconds[name]) if name in seconds else None
+    return {"asked_beyond_window": sum(beyond) / len(beyond), "rows": measured}
+
+
+def table(result: dict) -> str:
+    """The report's table."""
+    rows = []
+    dense = result["rows"]["dense"]["cache_bytes"]
+    for name, row in result["rows"].items():
+        size = row["cache_bytes"]
+        rows.append(
+            [
+                name,
+                f"{row['bits_per_byte']:.4f}",
+                f"{row['passkey']:.1%}",
+                f"{row['passkey_beyond']:.1%}",
+                "-" if size is None else f"{size:,}",
+                "-" if size is None else f"{size / dense:.1%}",
+                "-" if row["decode_speed"] is None else f"{row['decode_speed']:.2f}x",
+            ]
+        )
+    return report.markdown_table(["", *COLUMNS], rows)
+
+
+def write_report(result: dict, out: Path, facts: str) -> str:
+    """report.json, report.md and report.png into `out`; returns the Markdown."""
+    report.write_json(out / "report.json", result)
+    text = f"""# PoD on the standard library
+
+{table(result)}
+
+{facts}
+
+![The same as a picture](report.png)
+"""
+    (out / "report.md").write_text(text, encoding="utf-8")
+    rows = result["rows"]
+    figure = report.figure(11, 2 + 1.35 * len(rows))
+    grid = figure.add_gridspec(len(rows), 2, width_ratios=[1.9, 1])
+    for index, (name, row) in enumerate(rows.items()):
+        axes = figure.add_subplot(grid[index, 0])
+        report.heat_map(
+            axes,
+            row["passkey_cells"],
+            [str(n) for n in LENGTHS],
+            [f"{d:.0%}" for d in DEPTHS],
+            f"{name}: pass-key digits right, % (context length, depth of the key)",
+        )
+    half = len(rows) // 2
+    for part, key, title in (
+        (grid[:half, 1], "bits_per_byte", "bits per byte, held-out modules"),
+        (grid[half:, 1], "cache_bytes", f"cache bytes at {LENGTHS[-1]} tokens"),
+    ):
+        axes = figure.add_subplot(part)
+        shown = {name: row[key] for name, row in rows.items() if row[key] is not None}
+        bars = axes.barh(list(shown), list(shown.values()))
+        axes.bar_label(bars, fmt="%.3f" if key == "bits_per_byte" else "{:,.0f}", fontsize=8, label_type="center")
+        axes.invert_yaxis()
+        axes.set_title(title, fontsize=9)
+        axes.tick_params(labelsize=8)
+    figure.savefig(out / "report.png", dpi=150)
+    return text
+
+
+def run(overrides: list[str]) -> Path:
+    """The whole demo; returns the report's path.
+
+    Raises:
+        RecipeError, ValueError: an override that cannot be.
+    """
+    began = time.perf_counter()
+    recipe = load_recipe(["recipe=tiny", "resume=auto", *overrides])
+    out = output_folder(recipe)
+    dense = load_recipe(["recipe=tiny", "resume=auto", *overrides, "blocks.kv_saving=0", f"output={out / 'dense'}"])
+    plain = write_data(recipe)
+    for one in (recipe, dense):
+        fit(one)
+        export(output_folder(one), output_folder(one) / "export", dtype="float32", force=True)
+    base = recipe.model.base
+    sinks, recent = recipe.model.sink_size, recipe.model.recent_size
+    stock, tokenizer = models.load(base, "cpu", "float32")
+    blocks = pod.LayerBlocks.load(out / "blocks.json")
+    rows = {
+        "dense": stock,
+        "dense, extra steps": models.load(str(out / "dense" / "export"), "cpu", "float32")[0],
+        "PoD, converted": pod.convert(base, blocks, sinks, recent, recipe.model.share).float().eval(),
+        "PoD, adapted": models.load(str(out / "export"), "cpu", "float32")[0],
+    }
+    result = evaluate(rows, tokenizer, plain, sinks, recent)
+    expected = pod.PodCache(rows["PoD, adapted"].config).expected_nbytes(LENGTHS[-1], itemsize=4)
+    fitted, compared = result["rows"]["PoD, adapted"], result["rows"]["dense, extra steps"]
+    saved = 1 - fitted["cache_bytes"] / result["rows"]["dense"]["cache_bytes"]
+    result |= {"kv_saving": blocks.kv_saving, "expected_cache_bytes": expected, "seconds": time.perf_counter() - began}
+    facts = "\n".join(
+        [
+            f"- kv_saving {blocks.kv_saving:.1%} as length grows; {saved:.1%} of the dense cache's bytes saved at "
+            f"{LENGTHS[-1]} tokens, where the formula says {expected:,} bytes.",
+            f"- Window: {sinks} sinks + {recent} recent tokens; "
+            f"{result['asked_beyond_window']:.0%} of the asked keys lie beyond it.",
+            f"- PoD after {recipe.trainer.max_steps} steps, against dense with the same steps: "
+            f"{fitted['passkey'] / max(compared['passkey'], 1e-9):.3f} of the pass-key accuracy, bits per byte "
+            f"{fitted['bits_per_byte'] / compared['bits_per_byte'] - 1:+.2%}.",
+            f"- Decode speed: tokens/s relative to the dense base with transformers' cache, 4 rows, {DECODED} tokens "
+            f"up to {LENGTHS[-1]}, median of {ROUNDS} interleaved runs on CPU; steps so small are all overhead.",
+            f"- Corpus, analysis, training, export and evaluation took {result['seconds'] / 60:.1f} minutes.",
+        ]
+    )
+    print("\n" + write_report(result, out, facts))
+    print(f"written: {out}/report.md, {out}/report.png, {out}/report.json; the model: {out}/export")
+    return out / "report.md"
+
+
+def main(arguments: list[str]) -> int:
+    if arguments in (["-h"], ["--help"]):
+        print(__doc__)
+        return 0
+    try:
+        run(arguments)
+    except (RecipeError, ValueError, OSError, json.JSONDecodeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,183 @@
+"""Pass-key retrieval: a key is hidden in a long text and asked for at its end.
+
+The text is cut into lines; the key's line stands between two of them at the wanted depth, a few other keys are spread
+over the rest, and the prompt ends with the beginning of the line that repeats the key. The model then generates. Every
+prompt of one length has exactly that many tokens, so that a batch needs no padding.
+"""
+
+import random
+import string
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+DIGITS = 5
+# (the line that states a key, how the prompt ends). `key` is what the demo's models are trained on.
+PHRASES = {
+    "key": ("#key {name}={value}\n", "#get {name}="),
+    "sentence": (
+        "The pass key of {name} is {value}. Remember it: {value} is the pass key of {name}.\n",
+        "What is the pass key of {name}? The pass key of {name} is",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class PassKey:
+    """One prompt.
+
+    Attributes:
+        input_ids: the prompt's tokens.
+        value: the five digits that are to be generated.
+        depth: where the key was wanted, 0 at the beginning of the prompt and 1 at its end.
+        distance: tokens from the end of the line that states the key to the end of the prompt.
+    """
+
+    input_ids: list[int]
+    value: str
+    depth: float
+    distance: int
+
+
+def passkey_prompts(
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    length: int,
+    depths: Sequence[float],
+    samples: int,
+    phrase: str = "key",
+    distractors: int = 3,
+    seed: int = 0,
+) -> list[PassKey]:
+    """Prompts of exactly `length` tokens, `samples` for each depth, in the order of `depths`.
+
+    Args:
+        tokenizer: of the model that is asked.
+        text: what the keys are hidden in; each prompt takes another stretch of its lines.
+        length: tokens of a prompt.
+        depths: where the keys are stated, each in [0, 1].
+        samples: prompts for each depth.
+        phrase: a name in `PHRASES`.
+        distractors: other keys stated and never asked for, spread over the text.
+        seed: of the keys, the stretches of text and the places of the distractors.
+
+    Raises:
+        ValueError: an unknown phrase, a depth outside [0, 1], no text, or a length that the key lines alone exceed.
+    """
+    if phrase not in PHRASES:
+        raise ValueError(f"phrase {phrase!r} is not known: {', '.join(PHRASES)}")
+    if not all(0 <= depth <= 1 for depth in depths):
+        raise ValueError(f"depths {list(depths)}: each lies between 0 (the beginning) and 1 (the end)")
+    stated, asked = PHRASES[phrase]
+    lines = [line for line in text.splitlines(keepends=True) if line.strip()]
+    if not lines:
+        raise ValueError("the text to hide keys in is empty")
+
+    def tokens(piece: str) -> list[int]:
+        return tokenizer(piece, add_special_tokens=False)["input_ids"]
+
+    start = [token for token in tokenizer("")["input_ids"] if token == tokenizer.bos_token_id]
+    all_names = [a + b for a in string.ascii_lowercase for b in string.ascii_lowercase]
+    tokenised: dict[int, list[int]] = {}
+    prompts = []
+    for number, depth in enumerate(depth for depth in depths for _ in range(samples)):
+        generator = random.Random(f"passkey-{seed}-{length}-{number}")
+        names = generator.sample(all_names, distractors + 1)
+        values = [str(generator.randrange(10 ** (DIGITS - 1), 10**DIGITS)) for _ in names]
+        keys = [tokens(stated.format(name=n, value=v)) for n, v in zip(names, values, strict=True)]
+        question = tokens(asked.format(name=names[0]))
+        room = length - len(start) - len(question) - sum(map(len, keys))
+        if room < 0:
+            raise ValueError(f"length {length}: the key lines and the question alone take {length - room} tokens")
+        # Lines that fill the room; the first of them is cut so that they fill it exactly.
+        filling: list[list[int]] = []
+        at = generator.randrange(len(lines))
+        while room > 0:
+            if at not in tokenised:
+                tokenised[at] = tokens(lines[at] if lines[at].endswith("\n") else lines[at] + "\n")
+            filling.append(tokenised[at][-room:])
+            room -= len(filling[-1])
+            at = (at + 1) % len(lines)
+        if len(filling[-1]) < len(tokenised[(at - 1) % len(lines)]):
+            filling.insert(0, filling.pop())
+        places = [_place(filling, depth)]
+        places += [generator.randrange(len(filling) + 1) for _ in range(distractors)]
+        inserted = sorted(zip(places, range(len(places)), strict=True), reverse=True)
+        pieces: list[tuple[list[int], bool]] = [(line, False) for line in filling]
+        for place, index in inserted:
+            pieces.insert(place, (keys[index], index == 0))
+        ids, end = list(start), 0
+        for piece, is_asked in pieces:
+            ids += piece
+            if is_asked:
+                end = len(ids)
+        ids += question
+        prompts.append(PassKey(ids, values[0], depth, len(ids) - end))
+    return prompts
+
+
+def _place(lines: list[list[int]], depth: float) -> int:
+    """How many lines stand before the one whose beginning is nearest to the depth."""
+    ends = [0]
+    for line in lines:
+        ends.append(ends[-1] + len(line))
+    return min(range(len(ends)), key=lambda index: abs(ends[index] - depth * ends[-1]))
+
+
+def generate_greedily(model: PreTrainedModel, input_ids: Tensor, count: int) -> Tensor:
+    """[B, T] -> the next `count` tokens [B, count], greedily, with the model's own default cache."""
+    output = model.generate(
+        input_ids,
+        attention_mask=torch.ones_like(input_ids),
+        max_new_tokens=count,
+        min_new_tokens=count,
+        do_sample=False,
+        num_beams=1,
+        pad_token_id=0,
+    )
+    return output[:, input_ids.shape[1] :]
+
+
+def passkey_accuracy(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[PassKey],
+    batch_size: int = 8,
+    generate: Callable[[PreTrainedModel, Tensor, int], Tensor] = generate_greedily,
+    label: str = "passkey",
+) -> list[float]:
+    """Share of right digits of each prompt (10 % is chance): the first five digits generated, against the key's.
+
+    Args:
+        model: a causal LM, in evaluation mode.
+        tokenizer: its tokenizer.
+        prompts: prompts of one length are batched together.
+        batch_size: prompts at once.
+        generate: (model, input_ids [B, T], n) -> [B, n], what produces the tokens.
+        label: of the progress bar.
+    """
+    wanted = len(tokenizer(" " + "0" * DIGITS, add_special_tokens=False)["input_ids"]) + 2
+    scores: list[float] = [0.0] * len(prompts)
+    with torch.no_grad(), tqdm(total=len(prompts), desc=label, unit=" prompts") as bar:
+        for batch in _batches(prompts, batch_size):
+            ids = torch.tensor([prompts[index].input_ids for index in batch], device=model.device)
+            new = generate(model, ids, wanted)
+            for index, row in zip(batch, new.tolist(), strict=True):
+                digits = [c for c in tokenizer.decode(row, skip_special_tokens=True) if c.isdecimal()][:DIGITS]
+                right = sum(a == b for a, b in zip(digits, prompts[index].value, strict=False))
+                scores[index] = right / DIGITS
+            bar.update(len(batch))
+    return scores
+
+
+def _batches(prompts: Sequence[PassKey], size: int) -> Iterator[list[int]]:
+    by_length: dict[int, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        by_length.setdefault(len(prompt.input_ids), []).append(index)
+    for indices in by_length.values():
+        for first in range(0, len(indices), size):
+            yield indices[first : first + size]
