@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 import pod
 from pod.evaluation import models, report
@@ -32,13 +32,13 @@ from pod.evaluation.passkey import generate_greedily, passkey_accuracy, passkey_
 from pod.evaluation.perplexity import decoder_states, perplexity
 from pod.export import export
 from pod.fit import fit
-from pod.recipe import RecipeError, load_recipe, output_folder
+from pod.recipe import Recipe, RecipeError, load_recipe, output_folder, steps
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1] / "data")]
 from demo_corpus import standard_library, write_corpus  # noqa: E402
 from perplexity import prepared  # noqa: E402
 
-LENGTHS = (256, 512, 1024)  # of the pass-key prompts; the last is the base's context
+LENGTHS = (256, 512, 1016)  # tokens of the pass-key prompts; with the digits, the last fills the context
 DEPTHS = tuple(index / 8 for index in range(9))
 SAMPLES = 12  # prompts for each length and depth
 TEXTS = 96  # held-out samples for the bits per byte
@@ -54,10 +54,10 @@ COLUMNS = (
 )
 
 
-def write_data(recipe: pod.recipe.Recipe) -> Path:
+def write_data(recipe: Recipe) -> Path:
     """The recipe's corpus, where it is missing, and held-out text without keys; returns the latter's directory."""
     length = recipe.data.sequence_length
-    trained = recipe.trainer.tokens_per_batch // length * recipe.trainer.max_steps
+    trained = recipe.trainer.tokens_per_batch // length * steps(recipe)
     if not (Path(recipe.data.path) / "index.json").exists():
         write_corpus(recipe.data.path, length, samples=max(trained, 64), validation_samples=64, seed=1)
     plain = Path(recipe.data.path).with_name(f"{length}-plain")
@@ -90,19 +90,13 @@ def streaming(sinks: int, recent: int) -> tuple[Callable[..., Tensor], Callable[
     return states, generate
 
 
+@torch.no_grad()
 def measure_cache(model: PreTrainedModel, length: int) -> int:
-    """Bytes of the cache that `generate` leaves behind when one row reaches `length` tokens."""
-    ids = torch.full((1, length - 4), 100)
-    output = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=4,
-        min_new_tokens=4,
-        do_sample=False,
-        return_dict_in_generate=True,
-        pad_token_id=0,
-    )
-    return models.cache_bytes(output.past_key_values)
+    """Bytes of the cache that holds one row of `length` tokens: transformers' own, or PoD's for a PoD model."""
+    is_shared = hasattr(model.config, "share")
+    cache = pod.PodCache(model.config, max_length=length) if is_shared else DynamicCache(config=model.config)
+    model(torch.full((1, length), 100), past_key_values=cache, logits_to_keep=1)
+    return models.cache_bytes(cache)
 
 
 def decode_seconds(model: PreTrainedModel, length: int, batch: int = 4) -> float:
@@ -117,13 +111,19 @@ def decode_seconds(model: PreTrainedModel, length: int, batch: int = 4) -> float
     return run(DECODED) - run(1)
 
 
-def evaluate(rows: dict[str, PreTrainedModel], tokenizer, plain: Path, sinks: int, recent: int) -> dict:
-    """Every number of the report, by row; the last row is the model that is also masked."""
+def evaluate(
+    rows: dict[str, PreTrainedModel],
+    tokenizer: PreTrainedTokenizerBase,
+    plain: Path,
+    context: int,
+    sinks: int,
+    recent: int,
+) -> dict:
+    """Every number of the report, by row; "dense, extra steps" is also evaluated under StreamingLLM's mask."""
     text = b"\n".join(standard_library()[1]).decode()
     prompts = [p for n in LENGTHS for p in passkey_prompts(tokenizer, text, n, DEPTHS, SAMPLES)]
     beyond = [p.distance > recent for p in prompts]
     masked = streaming(sinks, recent)
-    longest = LENGTHS[-1]
     measured = {}
     for name, model in {**rows, "StreamingLLM": rows["dense, extra steps"]}.items():
         states, generate = masked if name == "StreamingLLM" else (decoder_states, generate_greedily)
@@ -136,12 +136,12 @@ def evaluate(rows: dict[str, PreTrainedModel], tokenizer, plain: Path, sinks: in
             "passkey": sum(scores) / len(scores),
             "passkey_beyond": sum(far) / len(far),
             "passkey_cells": cells.tolist(),
-            "cache_bytes": None if name == "StreamingLLM" else measure_cache(model, longest),
+            "cache_bytes": None if name == "StreamingLLM" else measure_cache(model, context),
         }
     seconds: dict[str, list[float]] = {name: [] for name in rows}
     for _ in range(ROUNDS):
         for name, model in rows.items():
-            seconds[name].append(decode_seconds(model, longest))
+            seconds[name].append(decode_seconds(model, context))
     dense = statistics.median(seconds["dense"])
     for name in measured:
         measured[name]["decode_speed"] = dense / statistics.median(seconds[name]) if name in seconds else None
@@ -195,7 +195,7 @@ def write_report(result: dict, out: Path, facts: str) -> str:
     half = len(rows) // 2
     for part, key, title in (
         (grid[:half, 1], "bits_per_byte", "bits per byte, held-out modules"),
-        (grid[half:, 1], "cache_bytes", f"cache bytes at {LENGTHS[-1]} tokens"),
+        (grid[half:, 1], "cache_bytes", f"cache bytes at {result['context']:,} tokens"),
     ):
         axes = figure.add_subplot(part)
         shown = {name: row[key] for name, row in rows.items() if row[key] is not None}
@@ -223,6 +223,7 @@ def run(overrides: list[str]) -> Path:
         fit(one)
         export(output_folder(one), output_folder(one) / "export", dtype="float32", force=True)
     base = recipe.model.base
+    context = recipe.data.sequence_length
     sinks, recent = recipe.model.sink_size, recipe.model.recent_size
     stock, tokenizer = models.load(base, "cpu", "float32")
     blocks = pod.LayerBlocks.load(out / "blocks.json")
@@ -232,22 +233,27 @@ def run(overrides: list[str]) -> Path:
         "PoD, converted": pod.convert(base, blocks, sinks, recent, recipe.model.share).float().eval(),
         "PoD, adapted": models.load(str(out / "export"), "cpu", "float32")[0],
     }
-    result = evaluate(rows, tokenizer, plain, sinks, recent)
-    expected = pod.PodCache(rows["PoD, adapted"].config).expected_nbytes(LENGTHS[-1], itemsize=4)
+    result = evaluate(rows, tokenizer, plain, context, sinks, recent)
+    expected = pod.PodCache(rows["PoD, adapted"].config).expected_nbytes(context, itemsize=4)
     fitted, compared = result["rows"]["PoD, adapted"], result["rows"]["dense, extra steps"]
     saved = 1 - fitted["cache_bytes"] / result["rows"]["dense"]["cache_bytes"]
-    result |= {"kv_saving": blocks.kv_saving, "expected_cache_bytes": expected, "seconds": time.perf_counter() - began}
+    result |= {
+        "context": context,
+        "kv_saving": blocks.kv_saving,
+        "expected_cache_bytes": expected,
+        "seconds": time.perf_counter() - began,
+    }
     facts = "\n".join(
         [
             f"- kv_saving {blocks.kv_saving:.1%} as length grows; {saved:.1%} of the dense cache's bytes saved at "
-            f"{LENGTHS[-1]} tokens, where the formula says {expected:,} bytes.",
+            f"{context:,} tokens, where the formula says {expected:,} bytes.",
             f"- Window: {sinks} sinks + {recent} recent tokens; "
             f"{result['asked_beyond_window']:.0%} of the asked keys lie beyond it.",
-            f"- PoD after {recipe.trainer.max_steps} steps, against dense with the same steps: "
+            f"- PoD after {steps(recipe)} steps, against dense with the same steps: "
             f"{fitted['passkey'] / max(compared['passkey'], 1e-9):.3f} of the pass-key accuracy, bits per byte "
             f"{fitted['bits_per_byte'] / compared['bits_per_byte'] - 1:+.2%}.",
             f"- Decode speed: tokens/s relative to the dense base with transformers' cache, 4 rows, {DECODED} tokens "
-            f"up to {LENGTHS[-1]}, median of {ROUNDS} interleaved runs on CPU; steps so small are all overhead.",
+            f"up to {context:,}, median of {ROUNDS} interleaved runs on CPU; steps so small are all overhead.",
             f"- Corpus, analysis, training, export and evaluation took {result['seconds'] / 60:.1f} minutes.",
         ]
     )

@@ -1,0 +1,100 @@
+"""The demo's driver, run whole on a random model in seconds; what it claims about the shipped one is its own report."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
+
+import pod
+
+SCRIPT = Path(__file__).parents[2] / "eval" / "demo.py"
+
+
+@pytest.fixture(scope="module")
+def demo():
+    spec = importlib.util.spec_from_file_location("demo", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=259,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=6,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=256,
+        initializer_range=0.1,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    ByT5Tokenizer(extra_ids=0).save_pretrained(folder)
+    return folder
+
+
+def test_window_mask(demo):
+    mask = demo.window_mask(9, 2, 3, torch.float32)[0, 0]
+    for i in range(9):
+        for j in range(9):
+            assert (mask[i, j] == 0) == (j <= i and (j < 2 or i - j < 3)), (i, j)
+
+
+def test_streaming_sees_sinks_and_recent_tokens_only(demo, base):
+    model = LlamaForCausalLM.from_pretrained(base).eval()
+    states, generate = demo.streaming(2, 5)
+    ids = torch.randint(3, 259, (2, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        whole = states(model, ids, use_cache=False)
+        # With one layer's reach of 5 and 6 layers, a token 6 * 4 back or more cannot matter; a sink does.
+        other = ids.clone()
+        other[:, 5:10] = 100
+        assert torch.allclose(states(model, other, use_cache=False)[:, -1], whole[:, -1], atol=1e-6)
+        other = ids.clone()
+        other[:, 0] = 100
+        assert not torch.allclose(states(model, other, use_cache=False)[:, -1], whole[:, -1], atol=1e-3)
+        wide = demo.streaming(2, 64)
+        assert torch.equal(wide[1](model, ids, 3), demo.generate_greedily(model, ids, 3))
+        step = model.get_output_embeddings()(whole[:, -1]).argmax(dim=-1)
+        assert torch.equal(generate(model, ids, 1)[:, 0], step)
+
+
+def test_the_whole_demo(demo, base, tmp_path, monkeypatch):
+    for name, value in {"LENGTHS": (192, 256), "DEPTHS": (0.0, 1.0), "SAMPLES": 1, "TEXTS": 4, "DECODED": 3}.items():
+        monkeypatch.setattr(demo, name, value)
+    monkeypatch.setattr(demo, "ROUNDS", 1)
+    out = tmp_path / "tiny"
+    overrides = [f"model.base={base}", f"output={out}", f"data.path={tmp_path / 'data' / '256'}"]
+    overrides += ["data.sequence_length=256", "trainer.tokens_per_batch=2048", "trainer.max_steps=2"]
+    overrides += ["trainer.validate_every=1", "model.recent_size=20", "blocks.samples=4", "blocks.kv_saving=0.3"]
+    assert demo.main(overrides) == 0
+    result = json.loads((out / "report.json").read_text())
+    assert list(result["rows"]) == ["dense", "dense, extra steps", "PoD, converted", "PoD, adapted", "StreamingLLM"]
+    sizes = {name: row["cache_bytes"] for name, row in result["rows"].items()}
+    assert sizes["dense"] == sizes["dense, extra steps"] == 256 * 6 * 2 * 16 * 4
+    assert sizes["PoD, adapted"] == sizes["PoD, converted"] == result["expected_cache_bytes"] < sizes["dense"]
+    assert sizes["StreamingLLM"] is None
+    assert result["kv_saving"] == pod.LayerBlocks.load(out / "blocks.json").kv_saving >= 0.3
+    text = (out / "report.md").read_text()
+    assert all(name in text for name in result["rows"])
+    assert (out / "report.png").stat().st_size > 10_000
+    # Stopped and begun again: nothing is trained twice.
+    trained = sorted(path.stat().st_mtime_ns for path in out.rglob("steps/*.ckpt"))
+    assert demo.main(overrides) == 0
+    assert trained == sorted(path.stat().st_mtime_ns for path in out.rglob("steps/*.ckpt"))
+
+
+def test_the_demo_refuses_clearly(demo, capsys):
+    assert demo.main(["trainer.max_step=3"]) == 2
+    assert "Did you mean trainer.max_steps?" in capsys.readouterr().err
