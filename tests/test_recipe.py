@@ -236,7 +236,7 @@ def test_folder_of_the_working_directory_when_there_is_no_repository(tmp_path, m
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_save_and_load(name, tmp_path):
-    recipe = load_recipe([f"recipe={name}", "optimizer.lr=3.3e-7"])
+    recipe = load_recipe([f"recipe={name}", "optimizer.lr=3.3e-7", "optimizer.min_lr=0"])
     save(recipe, tmp_path / "deep" / "recipe.yaml")
     assert load_recipe([f"recipe={tmp_path}/deep/recipe.yaml"]) == recipe
     assert os.listdir(tmp_path / "deep") == ["recipe.yaml"]
