@@ -1,0 +1,1 @@
+"""Benchmarks: their metrics, their tasks, and the runner that they share."""
