@@ -442,7 +442,7 @@ def run_script(arguments: list[str], **environment: str) -> subprocess.Popen:
 @pytest.mark.slow
 def test_killed_and_resumed_by_two_processes_equals_one_process(ckpt, tmp_path):
     """SIGKILL in the middle of a run, then two processes at once: every sample once, the scores of one whole run."""
-    tasks = ["hotpotqa", "lcc"]
+    tasks = ["hotpotqa"]
     data = write_data(tmp_path / "data", tasks, 12)
     options = ["--tasks", *tasks]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
