@@ -243,7 +243,9 @@ def test_processes_share_the_work(model, tokenizer, tmp_path, monkeypatch, world
     monkeypatch.setenv("WORLD_SIZE", str(world))
     for rank in range(world):
         monkeypatch.setenv("RANK", str(rank))
+        before = sum(sizes)
         done = predict(model, tokenizer, requests(), Predictions(tmp_path, "set"))
+        assert sum(sizes) - before == len(range(rank, 7, world))
         assert (done is None) == (sum(sizes) < 7)
     assert done == alone and sum(sizes) == 7
     monkeypatch.setenv("RANK", str(world))

@@ -132,6 +132,13 @@ def test_needles_stand_between_sentences_at_all_depths(words):
     assert min(depths) < 0.2 and max(depths) > 0.8
 
 
+def test_other_needles_never_have_the_key_asked_for(words, monkeypatch):
+    monkeypatch.setattr(ruler, "ADJECTIVES", ["red", "blue"])
+    monkeypatch.setattr(ruler, "NOUNS", ["fox", "hen"])
+    for request in make(words, "niah_multikey_2", 1024, 5):
+        assert set(request.record["answers"]) == answers_in("niah_multikey_2", request.text)
+
+
 def test_a_haystack_without_sentences_and_a_short_one(words):
     for text in ("word " * 500, "x"):
         for request in make(words, "niah_multivalue", 1024, 3, source=ruler.Haystack(text)):
