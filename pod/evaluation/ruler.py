@@ -14,6 +14,7 @@ import math
 import random
 import string
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -468,8 +469,9 @@ def make_requests(
 def _told_apart(made: Made) -> bool:
     """The three most frequent coded words are more frequent than any other."""
     words = made[0].split("coded words. ")[1].split("\nQuestion:")[0].split()
-    counts = sorted((words.count(word) for word in {*words} - {"..."}), reverse=True)
-    return len(counts) > 3 and counts[2] > counts[3] and min(words.count(word) for word in made[2]) == counts[2]
+    counts = Counter(word for word in words if word != "...")
+    ranked = [number for _, number in counts.most_common(4)]
+    return len(ranked) > 3 and ranked[2] > ranked[3] and min(counts[word] for word in made[2]) == ranked[2]
 
 
 def fit(make: Callable[[int], tuple[int, Any]], room: int) -> tuple[int, Any]:
