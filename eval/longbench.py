@@ -1,0 +1,112 @@
+"""LongBench v1 and LongBench-E, scored as their authors score them.
+
+    python eval/longbench.py --ckpt exports/llama3-32k --data longbench/ --tasks pod
+    torchrun --nproc-per-node 8 eval/longbench.py --ckpt exports/llama3-32k --batch-size 4
+    python eval/longbench.py --out runs/longbench/llama3-32k --score-only
+
+Predictions are written to --out as they come; the same command goes on where a killed run stopped. When all are there,
+the scores are printed and written to `scores.json`.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from pod.evaluation import longbench, metrics, runner
+
+
+def run(options: argparse.Namespace) -> None:
+    tasks = longbench.resolve_tasks(options.tasks)
+    _check_segmentation(tasks)
+    samples = {task: longbench.load_samples(options.data, task) for task in tasks}
+    runner.settle(options.out, {"ckpt": options.ckpt, "max_length": options.max_length})
+    model, tokenizer = runner.load(options.ckpt)
+    room = getattr(model.config, "max_position_embeddings", None)
+    if room is not None and options.max_length >= room and runner.process()[0] == 0:
+        print(f"note: prompts of {options.max_length} tokens, but the model was made for {room}", file=sys.stderr)
+    keys = {}
+    for task in tasks:
+        requests = longbench.make_requests(tokenizer, task, samples.pop(task), options.max_length, options.limit)
+        keys[task] = [request.key for request in requests]
+        predictions = runner.Predictions(options.out, task)
+        runner.predict(model, tokenizer, requests, predictions, batch_size=options.batch_size)
+    rows = {task: runner.Predictions(options.out, task).merge(keys[task]) for task in tasks}
+    if all(rows.values()):
+        report(rows, options.out)
+    else:
+        print(f"process {runner.process()[0]} is done; the last one to finish prints the scores", file=sys.stderr)
+
+
+def score_only(options: argparse.Namespace, named: bool) -> None:
+    tasks = longbench.resolve_tasks(options.tasks if named else longbench.GROUPS["all"] + longbench.GROUPS["e"])
+    rows = {task: list(runner.Predictions(options.out, task).read().values()) for task in tasks}
+    missing = [task for task in tasks if not rows[task]]
+    if missing and (named or len(missing) == len(tasks)):
+        raise ValueError(f"--out {options.out}: no predictions of {', '.join(missing)}")
+    rows = {task: found for task, found in rows.items() if found}
+    _check_segmentation(list(rows))
+    report(rows, options.out)
+
+
+def report(rows: dict[str, list[dict]], out: Path) -> None:
+    """Print the scores and write them to `scores.json`; rows: set -> its predictions."""
+    scores = {task: longbench.score(task, found) for task, found in rows.items()}
+    counts = {task: len(found) for task, found in rows.items()}
+    plain = {task: value for task, value in scores.items() if not isinstance(value, dict)}
+    result = {"scores": scores, "averages": longbench.averages(plain), "samples": counts}
+    runner.write(out / "scores.json", json.dumps(result, indent=2, ensure_ascii=False) + "\n")
+    print(longbench.table(scores, counts))
+    print(f"written: {out}/scores.json")
+
+
+def _check_segmentation(tasks: list[str]) -> None:
+    """Say before the work, not after it, that the Chinese sets cannot be scored."""
+    if any(task in metrics.NEEDS_SEGMENTATION for task in tasks):
+        metrics.jieba_segment()
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python eval/longbench.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ckpt", help="an exported model's directory, or any Hugging Face causal LM")
+    parser.add_argument(
+        "--data",
+        default="hub",
+        help="a directory with TASK.jsonl files or the benchmark's data.zip, or 'hub' to fetch it (default: hub)",
+    )
+    parser.add_argument(
+        "--tasks",
+        nargs="+",
+        metavar="TASK",
+        help=f"sets, or groups: all (21, the default), e (LongBench-E), pod (14), cake (16). "
+        f"Sets: {', '.join(longbench.GROUPS['all'])}",
+    )
+    parser.add_argument("--max-length", type=int, default=31500, help="tokens of a prompt (default: 31500)")
+    parser.add_argument("--limit", type=int, help="only the first LIMIT samples of each set")
+    parser.add_argument("--batch-size", type=int, default=1, help="prompts generated at once (default: 1)")
+    parser.add_argument("--score-only", action="store_true", help="score the predictions in --out; no model is loaded")
+    parser.add_argument("--out", type=Path, help="where predictions and scores go (default: runs/longbench/NAME)")
+    options = parser.parse_args(arguments)
+    named = options.tasks is not None
+    options.tasks = options.tasks or ["all"]
+    try:
+        if options.ckpt is None and not options.score_only:
+            raise ValueError("--ckpt is missing: name an exported model's directory")
+        if options.out is None:
+            if options.ckpt is None:
+                raise ValueError("--score-only needs --out, the folder of the predictions")
+            options.out = Path("runs") / "longbench" / Path(options.ckpt).resolve().name
+        if options.score_only:
+            score_only(options, named)
+        else:
+            run(options)
+    except (ValueError, OSError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

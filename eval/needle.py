@@ -1,0 +1,165 @@
+"""A needle in a haystack: one sentence at every depth of a text of every length, 35 x 35 by default.
+
+    python eval/needle.py --ckpt exports/llama3-32k --haystack essays.txt --max-length 32000
+    torchrun --nproc-per-node 8 eval/needle.py --ckpt exports/llama3-32k --haystack essays.txt --batch-size 4
+
+The text is cut to the length less 200 tokens, which question and answer need; the needle goes in at its depth, moved
+back to the end of a sentence (at depth 100 it stands at the very end). The score needs no judge and is this
+project's own: the share of the needle's key words that stand in the answer. Predictions are written to --out as they
+come; the same command goes on where a killed run stopped. Then `scores.json` and the heat map `scores.png` follow.
+"""
+
+import argparse
+import json
+import re
+import sys
+from hashlib import sha256
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from pod.evaluation import runner
+from pod.evaluation.pictures import heat_map
+
+NEEDLE = "\nThe best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day.\n"
+KEY_WORDS = ("eat", "sandwich", "sit", "dolores", "park", "sunny", "day")
+QUESTION = "\n\nAnswer from the text above. What is the best thing to do in San Francisco?\n"
+ANSWER_PREFIX = "Answer: The best thing to do in San Francisco is"
+BUFFER = 200  # tokens kept free for question and answer
+MAX_NEW_TOKENS = 50
+
+
+def make_requests(
+    tokenizer: PreTrainedTokenizerBase, text: str, lengths: list[int], depths: list[float]
+) -> list[runner.Request]:
+    """One prompt for each length and depth; the record is {"length", "depth"}.
+
+    Args:
+        tokenizer: counts the tokens; its chat template, where it has one, stands around text and question.
+        text: the haystack, repeated where it is too short.
+        lengths: tokens, the buffer included.
+        depths: 0 (before the text) to 100 (after it).
+
+    Raises:
+        ValueError: an empty text, a length that does not hold needle and buffer.
+    """
+    needle = runner.tokenise(tokenizer, NEEDLE, False)
+    if min(lengths) < BUFFER + 2 * len(needle):
+        raise ValueError(
+            f"a length of {min(lengths)} tokens is too small: question and answer take {BUFFER} and the needle "
+            f"{len(needle)} with this tokenizer; --min-length must be at least {BUFFER + 2 * len(needle)}"
+        )
+    # No tokenizer in use has tokens of 20 characters on average: a whole library need not be tokenised.
+    hay = runner.tokenise(tokenizer, text[: 20 * max(lengths)], False)
+    if not hay:
+        raise ValueError("the haystack is empty: give any long text")
+    hay = (hay * (max(lengths) // len(hay) + 1))[: max(lengths)]
+    ends = _sentence_ends(tokenizer, hay)
+    requests = []
+    for length in lengths:
+        kept = hay[: length - BUFFER - len(needle)]
+        for depth in depths:
+            place = _place(len(kept), depth, ends)
+            content = tokenizer.decode(kept[:place] + needle + kept[place:], skip_special_tokens=True) + QUESTION
+            if tokenizer.chat_template:
+                message = [{"role": "user", "content": content}]
+                content = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+            requests.append(
+                runner.Request(
+                    key=f"{length}-{depth:g}",
+                    text=content + ANSWER_PREFIX,
+                    max_new_tokens=MAX_NEW_TOKENS,
+                    special_tokens=not tokenizer.chat_template,
+                    record={"length": length, "depth": depth},
+                )
+            )
+    return requests
+
+
+def _sentence_ends(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[bool]:
+    """For each token, whether a sentence ends with it; all of them where the text has no full stop at all."""
+    stops = {token for token in set(ids) if tokenizer.decode([token]).rstrip().endswith(".")}
+    return [token in stops for token in ids] if stops else [True] * len(ids)
+
+
+def _place(count: int, depth: float, ends: list[bool]) -> int:
+    """How many of `count` tokens stand before the needle."""
+    if depth == 100:
+        return count
+    place = int(count * depth / 100)
+    while place > 0 and not ends[place - 1]:
+        place -= 1
+    return place
+
+
+def score(prediction: str) -> float:
+    """The share of the key words among the words of the answer, 0..100, whatever the case."""
+    words = set(re.findall(r"\w+", prediction.lower()))
+    return 100 * sum(word in words for word in KEY_WORDS) / len(KEY_WORDS)
+
+
+def grid(first: float, last: float, steps: int) -> list[float]:
+    """`steps` numbers from first to last, evenly spaced; of one step, the last."""
+    return [first + (last - first) * step / (steps - 1) for step in range(steps)] if steps > 1 else [last]
+
+
+def run(options: argparse.Namespace) -> None:
+    if options.steps < 1:
+        raise ValueError(f"--steps must be at least 1, got {options.steps}")
+    if options.min_length > options.max_length:
+        raise ValueError(f"--min-length {options.min_length} is above --max-length {options.max_length}")
+    lengths = list(
+        dict.fromkeys(round(length) for length in grid(options.min_length, options.max_length, options.steps))
+    )
+    depths = [round(depth, 1) for depth in grid(0, 100, options.steps)]
+    text = options.haystack.read_text(encoding="utf-8")
+    runner.settle(options.out, {"ckpt": options.ckpt, "haystack": sha256(text.encode()).hexdigest()})
+    model, tokenizer = runner.load(options.ckpt)
+    requests = make_requests(tokenizer, text, lengths, depths)
+    predictions = runner.Predictions(options.out, "needle")
+    rows = runner.predict(model, tokenizer, requests, predictions, batch_size=options.batch_size)
+    if rows is None:
+        print(f"process {runner.process()[0]} is done; the last one to finish prints the scores", file=sys.stderr)
+        return
+    scores = {(row["length"], row["depth"]): score(row["pred"]) for row in rows}
+    average = sum(scores.values()) / len(scores)
+    cells = [{"length": length, "depth": depth, "score": value} for (length, depth), value in scores.items()]
+    content = {"average": round(average, 2), "metric": "share of the needle's key words", "scores": cells}
+    runner.write(options.out / "scores.json", json.dumps(content, indent=1) + "\n")
+    heat_map(
+        options.out / "scores.png",
+        [[scores[length, depth] for length in lengths] for depth in depths],
+        [f"{depth:g}" for depth in depths],
+        [str(length) for length in lengths],
+        title=f"Needle in a haystack: {average:.1f} % of the key words",
+        xlabel="tokens",
+        ylabel="depth in per cent",
+    )
+    print(f"{average:.2f} % of the needle's key words found, over {len(lengths)} lengths x {len(depths)} depths")
+    print(f"written: {options.out}/scores.json, scores.png")
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python eval/needle.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ckpt", required=True, help="an exported model's directory, or any Hugging Face causal LM")
+    parser.add_argument("--haystack", type=Path, required=True, help="a UTF-8 file with any long text")
+    parser.add_argument("--min-length", type=int, default=1000, help="tokens of the shortest prompt (default: 1000)")
+    parser.add_argument("--max-length", type=int, default=32000, help="tokens of the longest prompt (default: 32000)")
+    parser.add_argument("--steps", type=int, default=35, help="lengths, and depths (default: 35)")
+    parser.add_argument("--batch-size", type=int, default=1, help="prompts generated at once (default: 1)")
+    parser.add_argument("--out", type=Path, help="where predictions and scores go (default: runs/needle/NAME)")
+    options = parser.parse_args(arguments)
+    if options.out is None:
+        options.out = Path("runs") / "needle" / Path(options.ckpt).resolve().name
+    try:
+        run(options)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

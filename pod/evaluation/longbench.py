@@ -1,0 +1,373 @@
+"""LongBench v1 and LongBench-E: prompts, limits, truncation, data, averages. `eval/longbench.py` runs it.
+
+The prompts are the benchmark's own (Bai et al. 2024, MIT licence), byte for byte: a model's score moves by points when
+a blank changes, so their odd spellings and their trailing newlines stay.
+"""
+
+import io
+import json
+import zipfile
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from pod.evaluation import metrics
+from pod.evaluation.runner import Request, tokenise
+
+_MULTI_DOCUMENT = (
+    "Answer the question based on the given passages. Only give me the answer and do not output any other words.\n\n"
+    "The following are given passages.\n{context}\n\n"
+    "Answer the question based on the given passages. Only give me the answer and do not output any other words.\n\n"
+    "Question: {input}\nAnswer:"
+)
+PROMPTS = {
+    "narrativeqa": (
+        "You are given a story, which can be either a novel or a movie script, and a question. Answer the question "
+        "asconcisely as you can, using a single phrase if possible. Do not provide any explanation.\n\n"
+        "Story: {context}\n\n"
+        "Now, answer the question based on the story asconcisely as you can, using a single phrase if possible. Do not "
+        "provide any explanation.\n\nQuestion: {input}\n\nAnswer:"
+    ),
+    "qasper": (
+        "You are given a scientific article and a question. Answer the question as concisely as you can, using a "
+        "single phrase or sentence if possible. If the question cannot be answered based on the information in the "
+        'article, write "unanswerable". If the question is a yes/no question, answer "yes", "no", or "unanswerable". '
+        "Do not provide any explanation.\n\nArticle: {context}\n\n"
+        " Answer the question based on the above article as concisely as you can, using a single phrase or sentence if "
+        "possible. If the question cannot be answered based on the information in the article, write "
+        '"unanswerable". If the question is a yes/no question, answer "yes", "no", or "unanswerable". '
+        "Do not provide any explanation.\n\nQuestion: {input}\n\nAnswer:"
+    ),
+    "multifieldqa_en": (
+        "Read the following text and answer briefly.\n\n{context}\n\n"
+        "Now, answer the following question based on the above text, only give me the answer and do not output any "
+        "other words.\n\nQuestion: {input}\nAnswer:"
+    ),
+    "multifieldqa_zh": (
+        "阅读以下文字并用中文简短回答：\n\n{context}\n\n"
+        "现在请基于上面的文章回答下面的问题，只告诉我答案，不要输出任何其他字词。\n\n问题：{input}\n回答："
+    ),
+    "hotpotqa": _MULTI_DOCUMENT,
+    "2wikimqa": _MULTI_DOCUMENT,
+    "musique": _MULTI_DOCUMENT,
+    "dureader": (
+        "请基于给定的文章回答下述问题。\n\n文章：{context}\n\n请基于上述文章回答下面的问题。\n\n问题：{input}\n回答："
+    ),
+    "gov_report": (
+        "You are given a report by a government agency. Write a one-page summary of the report.\n\n"
+        "Report:\n{context}\n\nNow, write a one-page summary of the report.\n\nSummary:"
+    ),
+    "qmsum": (
+        "You are given a meeting transcript and a query containing a question or instruction. Answer the query in one "
+        "or more sentences.\n\nTranscript:\n{context}\n\n"
+        "Now, answer the query based on the above meeting transcript in one or more sentences.\n\n"
+        "Query: {input}\nAnswer:"
+    ),
+    "multi_news": (
+        "You are given several news passages. Write a one-page summary of all news. \n\nNews:\n{context}\n\n"
+        "Now, write a one-page summary of all the news.\n\nSummary:"
+    ),
+    "vcsum": "下面有一段会议记录，请你阅读后，写一段总结，总结会议的内容。\n会议记录：\n{context}\n\n会议总结：",
+    "trec": (
+        "Please determine the type of the question below. Here are some examples of questions.\n\n{context}\n{input}"
+    ),
+    "triviaqa": (
+        "Answer the question based on the given passage. Only give me the answer and do not output any other words. "
+        "The following are some examples.\n\n{context}\n\n{input}"
+    ),
+    "samsum": (
+        "Summarize the dialogue into a few short sentences. The following are some examples.\n\n{context}\n\n{input}"
+    ),
+    "lsht": "请判断给定新闻的类别，下面是一些例子。\n\n{context}\n{input}",
+    "passage_count": (
+        "There are some paragraphs below sourced from Wikipedia. Some of them may be duplicates. Please carefully read "
+        "these paragraphs and determine how many unique paragraphs there are after removing duplicates. In other "
+        "words, how many non-repeating paragraphs are there in total?\n\n{context}\n\n"
+        "Please enter the final count of unique paragraphs after removing duplicates. The output format should only "
+        "contain the number, such as 1, 2, 3, and so on.\n\nThe final answer is: "
+    ),
+    "passage_retrieval_en": (
+        "Here are 30 paragraphs from Wikipedia, along with an abstract. Please determine which paragraph the abstract "
+        "is from.\n\n{context}\n\nThe following is an abstract.\n\n{input}\n\n"
+        "Please enter the number of the paragraph that the abstract is from. The answer format must be like "
+        '"Paragraph 1", "Paragraph 2", etc.\n\nThe answer is: '
+    ),
+    "passage_retrieval_zh": (
+        "以下是若干段落文字，以及其中一个段落的摘要。请确定给定的摘要出自哪一段。\n\n{context}\n\n"
+        "下面是一个摘要\n\n{input}\n\n"
+        '请输入摘要所属段落的编号。答案格式必须是"段落1"，"段落2"等格式\n\n答案是：'
+    ),
+    "lcc": "Please complete the code given below. \n{context}Next line of code:\n",
+    "repobench-p": "Please complete the code given below. \n{context}{input}Next line of code:\n",
+}
+MAX_NEW_TOKENS = {
+    name: tokens
+    for tokens, names in {
+        32: "hotpotqa 2wikimqa musique triviaqa passage_count passage_retrieval_en passage_retrieval_zh",
+        64: "multifieldqa_en multifieldqa_zh trec lsht lcc repobench-p",
+        128: "narrativeqa qasper dureader samsum",
+        512: "gov_report qmsum multi_news vcsum",
+    }.items()
+    for name in names.split()
+}
+# These continue a pattern of examples or code, which a chat template would interrupt.
+NO_CHAT_TEMPLATE = frozenset({"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"})
+
+# The columns of PoD's Table 1; synthetic tasks and Chinese sets are not in it.
+CATEGORIES = {
+    "single-document QA": ("narrativeqa", "qasper", "multifieldqa_en"),
+    "multi-document QA": ("hotpotqa", "2wikimqa", "musique"),
+    "summarization": ("gov_report", "qmsum", "multi_news"),
+    "few-shot": ("trec", "triviaqa", "samsum"),
+    "code": ("lcc", "repobench-p"),
+}
+_POD = tuple(name for names in CATEGORIES.values() for name in names)
+_E = "qasper multifieldqa_en hotpotqa 2wikimqa gov_report multi_news trec triviaqa samsum passage_count"
+GROUPS = {
+    "all": tuple(PROMPTS),
+    "pod": _POD,
+    "cake": (*_POD, "passage_count", "passage_retrieval_en"),
+    "e": tuple(f"{name}_e" for name in (*_E.split(), "passage_retrieval_en", "lcc", "repobench-p")),
+}
+TASKS = (*GROUPS["all"], *GROUPS["e"])
+
+# What the runner and the metrics read, with the types that a line must have.
+FIELDS: dict[str, tuple[type, ...]] = {
+    "input": (str,),
+    "context": (str,),
+    "answers": (list,),
+    "length": (int,),
+    "all_classes": (list, type(None)),
+    "_id": (str,),
+}
+_TYPE_NAMES = {str: "a text", list: "a list of texts", int: "a whole number", type(None): "null"}
+HUB_DATASET = "THUDM/LongBench"
+
+
+def resolve_tasks(names: Sequence[str]) -> list[str]:
+    """The sets that names and names of groups stand for, each once.
+
+    Raises:
+        ValueError: an unknown name, with the closest valid one.
+    """
+    found: dict[str, None] = {}
+    for name in names:
+        if name not in GROUPS and name not in TASKS:
+            close = get_close_matches(name, (*GROUPS, *TASKS), n=1)
+            hint = f"did you mean {close[0]}?" if close else f"the sets are {', '.join(TASKS)}"
+            raise ValueError(f"--tasks {name}: no set of LongBench and no group ({', '.join(GROUPS)}); {hint}")
+        found.update(dict.fromkeys(GROUPS.get(name, (name,))))
+    return list(found)
+
+
+def load_samples(data: str, task: str) -> list[dict[str, Any]]:
+    """The samples of one set, in their order.
+
+    Args:
+        data: a directory with `TASK.jsonl` or `data/TASK.jsonl` or `data.zip`; such a zip file; or "hub" for the
+            data.zip of the benchmark's own repository on the Hugging Face hub.
+        task: one of `TASKS`.
+
+    Returns:
+        Dictionaries with the fields of `FIELDS` and whatever else a line has.
+
+    Raises:
+        ValueError: nothing there, or a line that is not as the format says, with file, line and field.
+    """
+    samples = []
+    for place, raw in _lines(data, task):
+        try:
+            sample = json.loads(raw)
+        except ValueError as error:
+            raise ValueError(f"{place}: broken JSON: {error}") from error
+        if not isinstance(sample, dict):
+            raise ValueError(f"{place}: expected a JSON object with the fields {', '.join(FIELDS)}")
+        for name, types in FIELDS.items():
+            wanted = " or ".join(_TYPE_NAMES[kind] for kind in types)
+            if name not in sample:
+                raise ValueError(f"{place}: field {name!r} ({wanted}) is missing")
+            value = sample[name]
+            right = isinstance(value, types) and not isinstance(value, bool)
+            if not right or (isinstance(value, list) and not all(isinstance(item, str) for item in value)):
+                raise ValueError(f"{place}: field {name!r} must be {wanted}, got {str(value)[:60]!r}")
+        if metrics.METRIC_OF[task.removesuffix("_e")] == "classification" and not sample["all_classes"]:
+            raise ValueError(
+                f"{place}: field 'all_classes' must name the classes of {task}, got {sample['all_classes']}"
+            )
+        samples.append(sample)
+    if not samples:
+        raise ValueError(f"{data}: {task}.jsonl has no samples")
+    return samples
+
+
+def _lines(data: str, task: str) -> Iterator[tuple[str, str]]:
+    """(file:line, text) of each line that is not blank."""
+    path = Path(_download() if data == "hub" else data)
+    file_name = f"{task}.jsonl"
+    plain = [folder / file_name for folder in (path, path / "data") if (folder / file_name).is_file()]
+    archive = path if path.suffix == ".zip" and path.is_file() else path / "data.zip"
+    if plain:
+        name, raw = str(plain[0]), plain[0].read_bytes()
+    elif archive.is_file():
+        try:
+            with zipfile.ZipFile(archive) as opened:
+                inside = [entry for entry in opened.namelist() if Path(entry).name == file_name]
+                if not inside:
+                    raise ValueError(f"{archive}: no {file_name} in the archive")
+                name, raw = f"{archive}/{inside[0]}", opened.read(inside[0])
+        except zipfile.BadZipFile as error:
+            raise ValueError(f"{archive}: no zip file, or damaged ({error})") from error
+    else:
+        raise ValueError(f"--data {data}: neither {file_name}, data/{file_name} nor data.zip is there")
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"{name}:{line}: wrong encoding: not UTF-8 ({error.reason})") from error
+    # Not splitlines: a context may hold other characters that it takes for line ends.
+    for number, line in enumerate(io.StringIO(text, newline="\n"), start=1):
+        if line.strip():
+            yield f"{name}:{number}", line
+
+
+def _download() -> str:
+    from huggingface_hub import hf_hub_download  # only when the hub is asked for
+
+    try:
+        return hf_hub_download(HUB_DATASET, "data.zip", repo_type="dataset")
+    except Exception as error:
+        raise ValueError(
+            f"--data hub: {HUB_DATASET}'s data.zip cannot be fetched ({error}). Fetch it elsewhere and give --data DIR"
+        ) from error
+
+
+def truncate(tokenizer: PreTrainedTokenizerBase, text: str, max_length: int) -> str:
+    """The text, or its first and last int(max_length / 2) tokens where it has more than max_length.
+
+    Both ends are decoded without special tokens and joined as text. Tokenised again, that may be more or fewer tokens:
+    the authors' scripts have it so, and what is measured with them has it too.
+
+    Raises:
+        ValueError: max_length is below 2.
+    """
+    if max_length < 2:
+        raise ValueError(f"--max-length must be at least 2 tokens, got {max_length}")
+    ids = tokenise(tokenizer, text)
+    if len(ids) <= max_length:
+        return text
+    half = int(max_length / 2)
+    return "".join(tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:half], ids[-half:]))
+
+
+def make_requests(
+    tokenizer: PreTrainedTokenizerBase,
+    task: str,
+    samples: Sequence[dict[str, Any]],
+    max_length: int = 31500,
+    limit: int | None = None,
+) -> list[Request]:
+    """The prompts of one set: filled in, truncated in the middle, then put into the chat template where there is one.
+
+    Args:
+        tokenizer: the model's; without a chat template (a base model) prompts are plain text.
+        task: one of `TASKS`.
+        samples: as `load_samples` gives them.
+        max_length: tokens of a prompt before the chat template.
+        limit: only so many samples, the first ones.
+
+    Raises:
+        ValueError: max_length or limit too small.
+    """
+    if limit is not None and limit < 1:
+        raise ValueError(f"--limit must be at least 1 sample, got {limit}")
+    name = task.removesuffix("_e")
+    chat = bool(tokenizer.chat_template) and name not in NO_CHAT_TEMPLATE
+    requests = []
+    for index, sample in enumerate(samples[:limit]):
+        filled = PROMPTS[name].format(context=sample["context"], input=sample["input"])
+        text = truncate(tokenizer, filled, max_length)
+        if chat:
+            message = [{"role": "user", "content": text}]
+            text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        requests.append(
+            Request(
+                key=str(index),
+                text=text,
+                max_new_tokens=MAX_NEW_TOKENS[name],
+                special_tokens=not chat,
+                stop_at_newline=name == "samsum",
+                record={field: sample[field] for field in ("answers", "all_classes", "length", "_id")},
+            )
+        )
+    return requests
+
+
+def score(task: str, rows: Sequence[dict[str, Any]]) -> float | dict[str, float | None]:
+    """The score 0..100 of one set's predictions; of a LongBench-E set, one per length.
+
+    Args:
+        task: one of `TASKS`.
+        rows: `{"pred", "answers", "all_classes", "length"}`, as the runner and the authors' scripts write them.
+
+    Raises:
+        ValueError: a row without these fields, nothing to score.
+        ImportError: a Chinese set without jieba.
+    """
+    for number, row in enumerate(rows, start=1):
+        for name in ("pred", "answers", "all_classes", *(["length"] if task.endswith("_e") else [])):
+            if name not in row:
+                raise ValueError(f"prediction {number} of {task}: field {name!r} is missing")
+    if not rows:
+        raise ValueError(f"{task}: no predictions, so there is nothing to score")
+    predictions, answers = [row["pred"] for row in rows], [row["answers"] for row in rows]
+    if task.endswith("_e"):
+        return metrics.longbench_e(task, predictions, answers, [row["length"] for row in rows], rows[-1]["all_classes"])
+    return metrics.longbench(task, predictions, answers, rows[-1]["all_classes"])
+
+
+def averages(scores: dict[str, Any]) -> dict[str, float | None]:
+    """The means that papers print, from the sets' scores; None where one of its sets is missing.
+
+    Returns:
+        The five category means of PoD's Table 1, "PoD average" (the mean of these five) and "CAKE average" (the mean
+        over 16 sets).
+    """
+
+    def mean(names: Sequence[str], of: dict[str, Any]) -> float | None:
+        values = [of.get(name) for name in names]
+        return None if None in values else sum(values) / len(values)
+
+    categories = {category: mean(names, scores) for category, names in CATEGORIES.items()}
+    found = categories | {"PoD average": mean(list(CATEGORIES), categories)}
+    found["CAKE average"] = mean(GROUPS["cake"], scores)
+    return {name: None if value is None else round(value, 2) for name, value in found.items()}
+
+
+def table(scores: dict[str, Any], counts: dict[str, int]) -> str:
+    """Scores and averages as Markdown.
+
+    Args:
+        scores: set -> score, as `score` gives it.
+        counts: set -> samples that were scored.
+    """
+
+    def cell(value: float | None) -> str:
+        return "-" if value is None else f"{value:.2f}"
+
+    lines = ["| set | samples | score |", "|---|--:|--:|"]
+    plain = {name: value for name, value in scores.items() if not isinstance(value, dict)}
+    lines += [f"| {name} | {counts[name]} | {cell(value)} |" for name, value in plain.items()]
+    lines += [f"| {name} | | {cell(value)} |" for name, value in averages(plain).items() if value is not None]
+    if not plain:
+        lines = []
+    by_length = {name: value for name, value in scores.items() if isinstance(value, dict)}
+    if by_length:
+        lines += [""] if lines else []
+        lines += [f"| set | samples | {' | '.join(metrics.LENGTH_BUCKETS)} |", "|---|--:|--:|--:|--:|"]
+        for name, value in by_length.items():
+            cells = " | ".join(cell(value[bucket]) for bucket in metrics.LENGTH_BUCKETS)
+            lines.append(f"| {name} | {counts[name]} | {cells} |")
+    return "\n".join(lines)

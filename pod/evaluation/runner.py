@@ -1,0 +1,327 @@
+"""The runner that all benchmarks of generated text share: predictions are written as they come, and never twice.
+
+    requests = [Request(key="0", text=prompt, max_new_tokens=32, record={...}), ...]
+    predict(model, tokenizer, requests, Predictions("runs/longbench/mine", "hotpotqa"))
+
+A folder holds, for each set of requests, `NAME.jsonl` when it is complete and `NAME.part<rank>.jsonl` while it is not;
+one line is one prediction. A run that was killed goes on where it stopped, with any other number of processes.
+Processes (`torchrun --nproc-per-node 8 eval/...`) do not talk to each other: which requests are a process's own
+follows from the requests alone, and whoever finds all predictions there merges them.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+import pod  # noqa: F401  (registers the PoD models)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt.
+
+    Attributes:
+        key: names the request among those of its set; what is resumed is found by it.
+        text: the whole prompt, chat template included.
+        max_new_tokens: at most so many tokens are generated.
+        special_tokens: the tokenizer adds its begin-of-text token; False where a chat template wrote one.
+        stop_at_newline: generation also ends at a newline, but neither a newline nor the end of text comes first
+            (LongBench's rule for samsum).
+        record: what is written beside the prediction; JSON types.
+    """
+
+    key: str
+    text: str
+    max_new_tokens: int
+    special_tokens: bool = True
+    stop_at_newline: bool = False
+    record: dict[str, Any] = field(default_factory=dict)
+
+
+class Predictions:
+    """The predictions of one set of requests, on disk.
+
+    Args:
+        folder: where the files are; made when the first prediction is written.
+        name: of the set, the files' stem.
+        rank: of this process; None takes it from torchrun's environment.
+    """
+
+    def __init__(self, folder: str | Path, name: str, rank: int | None = None) -> None:
+        self.folder = Path(folder)
+        self.name = name
+        self.path = self.folder / f"{name}.jsonl"
+        self._cut = False
+        self.part = self.folder / f"{name}.part{process()[0] if rank is None else rank}.jsonl"
+
+    def read(self) -> dict[str, dict[str, Any]]:
+        """key -> {"key", "pred", ...}, of all processes; a line that a kill cut short is left out.
+
+        Raises:
+            ValueError: a line is broken, with file and line.
+        """
+        found: dict[str, dict[str, Any]] = {}
+        # Parts first: another process may merge them meanwhile, and then the merged file, read last, has them.
+        for path in [*sorted(self.folder.glob(f"{self.name}.part*.jsonl")), self.path]:
+            for number, row in enumerate(_read_lines(path), start=1):
+                # The authors' own prediction files have no key: their order stands for it.
+                found.setdefault(str(row.get("key", number - 1)), row)
+        return found
+
+    def append(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Write rows to this process's part, each in one line, and see them on disk."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with open(self.part, "ab") as file:
+            if not self._cut:
+                _cut_broken_end(self.part)
+                self._cut = True
+            for row in rows:
+                file.write(json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def merge(self, keys: Sequence[str]) -> list[dict[str, Any]] | None:
+        """The rows of `keys` in that order, all of them also written as one file; None while some are missing.
+
+        Rows of other keys that are there (of a run with a larger limit) stay, at the end.
+        """
+        found = self.read()
+        if any(key not in found for key in keys):
+            return None
+        wanted = set(keys)
+        ordered = [found[key] for key in keys] + [row for key, row in found.items() if key not in wanted]
+        parts = list(self.folder.glob(f"{self.name}.part*.jsonl"))
+        if parts:
+            temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+            lines = (json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogatepass") for row in ordered)
+            temporary.write_bytes(b"".join(line + b"\n" for line in lines))
+            os.replace(temporary, self.path)
+            for part in parts:
+                part.unlink(missing_ok=True)
+        return ordered[: len(keys)]
+
+
+def predict(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    requests: Sequence[Request],
+    predictions: Predictions,
+    *,
+    batch_size: int = 1,
+    cache_factory: Callable[[PreTrainedModel], Any] | None = None,
+) -> list[dict[str, Any]] | None:
+    """Generate greedily for all requests that have no prediction yet.
+
+    Requests are sorted by length, longest first, so that a batch pads little and a lack of memory shows at once. Rows
+    are padded on the left: the batch size changes nothing but speed.
+
+    Args:
+        model: on its device, in eval mode.
+        tokenizer: the model's.
+        requests: all requests of the set, the same in every process and every run.
+        predictions: where they are written.
+        batch_size: requests generated at once.
+        cache_factory: model -> `past_key_values` of a new batch; None leaves the cache to the model.
+
+    Returns:
+        The rows `{"key", "pred", **record}` in the requests' order; None where other processes are not done yet.
+
+    Raises:
+        ValueError: two requests with one key, an empty prompt, a batch size below 1, predictions of other requests.
+    """
+    if batch_size < 1:
+        raise ValueError(f"the batch size must be at least 1, got {batch_size}")
+    keys = [request.key for request in requests]
+    if len(set(keys)) < len(keys):
+        raise ValueError(f"{predictions.name}: two requests have the same key")
+    done = predictions.read()
+    for request in requests:
+        if request.key in done:
+            _check_same(request, done[request.key], predictions)
+    rank, world = process()
+    # Dealt out by length, so that all processes have alike much to do, and by nothing that changes during a run.
+    own = sorted(requests, key=lambda request: (-len(request.text), request.key))[rank::world]
+    own = [(encode(tokenizer, request), request) for request in own if request.key not in done]
+    own.sort(key=lambda pair: (pair[1].stop_at_newline, pair[1].max_new_tokens, -len(pair[0]), pair[1].key))
+    with tqdm(
+        total=sum(len(ids) for ids, _ in own),
+        desc=f"{predictions.name} ({len(own)} of {len(requests)})",
+        unit="tok",
+        unit_scale=True,
+        disable=rank != 0,
+    ) as bar:
+        start = 0
+        while start < len(own):
+            batch = own[start : start + batch_size]
+            # One call of generate has one limit and one stop rule.
+            rule = (batch[0][1].max_new_tokens, batch[0][1].stop_at_newline)
+            batch = [pair for pair in batch if (pair[1].max_new_tokens, pair[1].stop_at_newline) == rule]
+            texts = _generate(model, tokenizer, batch, cache_factory)
+            predictions.append(
+                {"key": request.key, "pred": text, **request.record}
+                for (_, request), text in zip(batch, texts, strict=True)
+            )
+            bar.update(sum(len(ids) for ids, _ in batch))
+            start += len(batch)
+    return predictions.merge(keys)
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, request: Request) -> list[int]:
+    """The request's token ids.
+
+    Raises:
+        ValueError: the prompt is empty.
+    """
+    ids = tokenise(tokenizer, request.text, request.special_tokens)
+    if not ids:
+        raise ValueError(f"request {request.key}: the prompt is empty")
+    return ids
+
+
+def tokenise(tokenizer: PreTrainedTokenizerBase, text: str, special_tokens: bool = True) -> list[int]:
+    """The ids of a prompt: begin-of-text token where the tokenizer has one, and never an end-of-text token.
+
+    A tokenizer without a begin-of-text token may still put an end-of-text token (ByT5): nothing could follow that.
+    """
+    special_tokens = special_tokens and tokenizer.bos_token_id is not None
+    return tokenizer(text, add_special_tokens=special_tokens, verbose=False)["input_ids"]
+
+
+def _generate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    batch: list[tuple[list[int], Request]],
+    cache_factory: Callable[[PreTrainedModel], Any] | None,
+) -> list[str]:
+    """The new text of each row, special tokens skipped."""
+    longest = max(len(ids) for ids, _ in batch)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
+    input_ids = torch.full((len(batch), longest), pad)
+    mask = torch.zeros_like(input_ids)
+    for row, (ids, _) in enumerate(batch):
+        input_ids[row, longest - len(ids) :] = torch.tensor(ids)
+        mask[row, longest - len(ids) :] = 1
+    request = batch[0][1]
+    options: dict[str, Any] = {}
+    if request.stop_at_newline:
+        newline = tokenizer.encode("\n", add_special_tokens=False)[-1]
+        options = {
+            "eos_token_id": [i for i in (tokenizer.eos_token_id, newline) if i is not None],
+            "min_new_tokens": 1,
+        }
+    if cache_factory is not None:
+        options["past_key_values"] = cache_factory(model)
+    with torch.inference_mode():
+        output = model.generate(
+            input_ids.to(model.device),
+            attention_mask=mask.to(model.device),
+            max_new_tokens=request.max_new_tokens,
+            pad_token_id=pad,
+            do_sample=False,
+            num_beams=1,
+            # Sampling settings that a checkpoint brings along would only cause warnings.
+            temperature=None,
+            top_p=None,
+            top_k=None,
+            **options,
+        )
+    return [tokenizer.decode(row, skip_special_tokens=True) for row in output[:, longest:].tolist()]
+
+
+def load(ckpt: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model and tokenizer of a directory (or hub name), on this process's device, in the checkpoint's dtype.
+
+    Raises:
+        ValueError: none can be loaded from there.
+    """
+    try:
+        model = AutoModelForCausalLM.from_pretrained(ckpt, dtype="auto")
+        tokenizer = AutoTokenizer.from_pretrained(ckpt)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--ckpt {ckpt}: no model and tokenizer can be loaded from there ({error})") from error
+    if torch.cuda.is_available():
+        model = model.to(f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % torch.cuda.device_count()}")
+    return model.eval(), tokenizer
+
+
+def process() -> tuple[int, int]:
+    """(rank, number of processes) as torchrun's RANK and WORLD_SIZE say; (0, 1) without them.
+
+    Raises:
+        ValueError: they make no sense.
+    """
+    rank, world = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
+        raise ValueError(f"RANK={rank} and WORLD_SIZE={world}: the rank must be below the number of processes")
+    return int(rank), int(world)
+
+
+def settle(folder: str | Path, settings: dict[str, Any]) -> None:
+    """Note in `settings.json` what the predictions of a folder depend on; refuse to mix them with others.
+
+    Raises:
+        ValueError: the folder's predictions were made with other settings.
+    """
+    path = Path(folder) / "settings.json"
+    if path.exists():
+        earlier = json.loads(path.read_text(encoding="utf-8"))
+        for name in sorted(set(earlier) | set(settings)):
+            if earlier.get(name) != settings.get(name):
+                raise ValueError(
+                    f"--out {folder} holds predictions with {name} {earlier.get(name)!r}, now it is "
+                    f"{settings.get(name)!r}: choose another --out, or remove the folder"
+                )
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write(path, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file whole or not at all: several processes may write the same one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    rows = []
+    # What follows the last newline was being written when the process was killed.
+    for number, line in enumerate(raw.split(b"\n")[:-1], start=1):
+        try:
+            row = json.loads(line.decode("utf-8", "surrogatepass"))
+            if not isinstance(row["pred"], str):
+                raise TypeError
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path}:{number}: no prediction (a JSON object with a text in 'pred'): {line[:80]!r}. Remove the line "
+                "to have it made again"
+            ) from error
+        rows.append(row)
+    return rows
+
+
+def _cut_broken_end(path: Path) -> None:
+    """Take away what a kill left of a line, so that the next line does not continue it."""
+    raw = path.read_bytes()
+    if raw and not raw.endswith(b"\n"):
+        os.truncate(path, raw.rfind(b"\n") + 1)
+
+
+def _check_same(request: Request, row: dict[str, Any], predictions: Predictions) -> None:
+    for name, value in request.record.items():
+        if name in row and row[name] != value:
+            raise ValueError(
+                f"{predictions.folder}: the prediction {request.key} of {predictions.name} was made for other data "
+                f"({name} differs): choose another --out, or remove the file"
+            )

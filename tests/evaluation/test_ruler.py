@@ -1,0 +1,289 @@
+"""RULER: every answer is found again in the text by other means, lengths are as asked for, and a seed decides all."""
+
+import argparse
+import importlib.util
+import json
+import random
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from pod.evaluation import ruler
+
+ROOT = Path(__file__).parent.parent.parent
+MADE_UP = [name for name, task in ruler.TASKS.items() if task.needs in (None, "haystack")]
+STORY = "The old clock had stopped. Nobody knew why, or when! Was it the damp? They left it as it was. "
+
+
+def load_script(name: str):
+    spec = importlib.util.spec_from_file_location(f"eval_{name}", ROOT / "eval" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def words():
+    """One token for each word, number and run of punctuation: about as coarse as a real tokenizer, and fast."""
+    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]")
+
+
+def source_of(task: str):
+    return ruler.Haystack(STORY * 40) if task in MADE_UP and ruler.TASKS[task].needs == "haystack" else None
+
+
+def make(tokenizer, task, length, samples=1, **options):
+    return ruler.make_requests(tokenizer, task, length, samples, **{"source": source_of(task)} | options)
+
+
+def answers_in(task: str, text: str) -> set[str]:
+    """What the text itself says the answer is."""
+    if task.startswith("niah"):
+        asked = re.findall(r"for ([^\n]*?) mentioned in the provided text\?", text)[-1]
+        keys = set(re.split(r", and |, ", asked))
+        needles = re.findall(r"One of the special magic \w+ for (\S+) is: (\S+?)\.(?=\s)", text)
+        assert keys <= {key for key, _ in needles}
+        return {value for key, value in needles if key in keys}
+    if task == "vt":
+        text = text[text.rindex("Memorize and track") :]
+        wanted = re.search(r"assigned the value (\d+) in the text above", text)[1]
+        values: dict[str, str] = {}
+        for name, number, other in re.findall(r"VAR ([A-Z]{5}) = (?:(\d{5})|VAR ([A-Z]{5}))", text):
+            values[name] = number or values[other]
+        return {name for name, value in values.items() if value == wanted}
+    if task == "cwe":
+        listed = text[text.rindex("Below is a numbered list") : text.rindex("\nQuestion:")]
+        entries = re.findall(r"(\d+)\. ([a-z]+)", listed)
+        assert [int(number) for number, _ in entries] == list(range(1, len(entries) + 1))
+        counts = Counter(word for _, word in entries).most_common()
+        assert counts[9][1] > (counts[10][1] if len(counts) > 10 else 0)
+        return {word for word, _ in counts[:10]}
+    counts = Counter(re.findall(r"\b[a-z]{6}\b", text.split("coded words. ")[1].split("\nQuestion")[0])).most_common()
+    assert counts[2][1] > counts[3][1]
+    return {word for word, _ in counts[:3]}
+
+
+@pytest.mark.parametrize("length", [1024, 4096, 16384, pytest.param(131072, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("task", MADE_UP)
+def test_lengths_and_answers(words, task, length):
+    for request in make(words, task, length, samples=1 if length > 4096 else 3):
+        tokens = len(words(request.text)["input_ids"]) + request.max_new_tokens
+        assert 0.98 * length <= tokens <= length
+        assert request.record["tokens"] == tokens
+        answers = request.record["answers"]
+        assert len(set(answers)) == len(answers)
+        assert set(answers) == answers_in(task, request.text)
+
+
+@pytest.mark.parametrize("task", ["niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_2", "vt", "fwe"])
+def test_a_tokenizer_of_bytes(tokenizer, task):
+    """The demo's: everything is about five times as long."""
+    for length in (1024, 2048):
+        for request in make(tokenizer, task, length, samples=2):
+            tokens = len(request.text.encode()) + request.max_new_tokens
+            assert 0.98 * length <= tokens <= length
+            assert set(request.record["answers"]) == answers_in(task, request.text)
+
+
+def test_a_seed_decides_everything(words):
+    for task in MADE_UP:
+        first = make(words, task, 1024, 3)
+        assert first == make(words, task, 1024, 3)
+        assert first[:2] == make(words, task, 1024, 2)  # sample i does not depend on how many there are
+        assert len({request.text for request in first}) == 3
+        assert first[0].text != make(words, task, 1024, 1, seed=1)[0].text
+        assert first[0].record["answers"] != make(words, task, 2048, 1)[0].record["answers"]
+    # The same on every machine and in every version of Python.
+    assert make(words, "niah_single_1", 1024)[0].record["answers"] == ["4450618"]
+    assert make(words, "vt", 1024)[0].record["answers"] == ["EMZBA", "LBJKT", "FRCTP", "RPJIJ", "SJASJ"]
+
+
+def test_the_wording_of_one_and_of_several_needles(words):
+    single = make(words, "niah_single_1", 1024)[0].text
+    assert single.startswith(
+        "A special magic number is hidden within the following text. Make sure to memorize it. I will quiz you about "
+        "the number afterwards.\n"
+    )
+    key = re.search(r"What is the special magic number for (\S+) mentioned in the provided text\?", single)[1]
+    assert single.endswith(f" The special magic number for {key} mentioned in the provided text is")
+    assert f"One of the special magic numbers for {key} is: " in single
+    several = make(words, "niah_multiquery", 1024)[0].text
+    assert several.startswith("Some special magic numbers are hidden within")
+    assert re.search(r"What are all the special magic numbers for \S+, \S+, \S+, and \S+ mentioned", several)
+    assert several.endswith(" mentioned in the provided text are")
+    assert make(words, "niah_single_3", 1024)[0].text.startswith("A special magic uuid is hidden")
+    uuids = make(words, "niah_multikey_3", 1024)[0].record["answers"]
+    assert re.fullmatch(r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}", uuids[0])
+
+
+def test_needles_stand_between_sentences_at_all_depths(words):
+    depths = []
+    for request in make(words, "niah_single_2", 4096, 20):
+        context = request.text.split("afterwards.\n")[1].split("\nWhat is")[0]
+        before = context[: context.index("One of the special")].rstrip()
+        assert before == "" or before[-1] in ".!?"
+        depths.append(len(before) / len(context))
+    assert min(depths) < 0.2 and max(depths) > 0.8
+
+
+def test_other_needles_never_have_the_key_asked_for(words, monkeypatch):
+    monkeypatch.setattr(ruler, "ADJECTIVES", ["red", "blue"])
+    monkeypatch.setattr(ruler, "NOUNS", ["fox", "hen"])
+    for request in make(words, "niah_multikey_2", 1024, 5):
+        assert set(request.record["answers"]) == answers_in("niah_multikey_2", request.text)
+
+
+def test_a_haystack_without_sentences_and_a_short_one(words):
+    for text in ("word " * 500, "x"):
+        for request in make(words, "niah_multivalue", 1024, 3, source=ruler.Haystack(text)):
+            assert set(request.record["answers"]) == answers_in("niah_multivalue", request.text)
+    with pytest.raises(ValueError, match="haystack is empty"):
+        ruler.Haystack(" \n")
+
+
+def test_the_answer_prefix_follows_the_chat_template(words):
+    words = type(words)(tokenizer_object=words.backend_tokenizer, unk_token="[UNK]")
+    words.chat_template = "{% for m in messages %}USER {{ m.content }}{% endfor %} ASSISTANT"
+    (request,) = make(words, "niah_single_1", 1024)
+    assert request.text.startswith("USER A special") and " ASSISTANT The special magic number for" in request.text
+    assert not request.special_tokens
+    assert 0.98 * 1024 <= len(words(request.text)["input_ids"]) + 128 <= 1024
+
+
+def test_fit_finds_the_largest_size():
+    draw = random.Random(0)
+    for _ in range(200):
+        base, step, room = draw.randint(0, 50), draw.uniform(0.2, 90), draw.randint(60, 5000)
+        tokens, size = ruler.fit(lambda n, base=base, step=step: (base + int(n * step), n), room)
+        assert tokens <= room
+        assert tokens >= 0.995 * room or base + int((size + 1) * step) > room
+    assert ruler.fit(lambda n: (10 + n, n), 5) == (10, 0)
+
+
+# ---------------------------------------------------------------------- question answering
+
+
+def squad_file(folder: Path) -> Path:
+    articles = []
+    for article in range(4):
+        paragraphs = []
+        for number in range(6):
+            place, town = f"{article}-{number}", f"Town{article}x{number}"
+            context = f"In place {place} the capital is called {town}. " + "It is wet there. " * 5
+            asked = {"question": f"What is the capital of {place}?", "answers": [{"text": town}] * 2}
+            impossible = {"question": "?", "is_impossible": True, "answers": []}
+            paragraphs.append({"context": context, "qas": [asked | {"is_impossible": False}, impossible]})
+        articles.append({"title": str(article), "paragraphs": paragraphs})
+    path = folder / "dev-v2.0.json"
+    path.write_text(json.dumps({"version": "v2.0", "data": articles}))
+    return path
+
+
+def hotpot_file(folder: Path) -> Path:
+    items = []
+    for number in range(5):
+        context = [[f"Title {number}-{part}", [f"Fact {number}-{part}. ", "More words here."]] for part in range(3)]
+        items.append({"question": f"Which fact, {number}?", "answer": f"Fact {number}-1", "context": context})
+    path = folder / "hotpot.json"
+    path.write_text(json.dumps(items))
+    return path
+
+
+def test_questions_over_documents(words, tmp_path):
+    squad, hotpot = ruler.read_squad(squad_file(tmp_path)), ruler.read_hotpotqa(hotpot_file(tmp_path))
+    assert len(squad.items) == 24 and len(squad.documents) == 24
+    assert squad.items[0][1:] == (["Town0x0"], [0], [1, 2, 3, 4, 5])
+    assert len(hotpot.items) == 5 and hotpot.items[1][2] == [3, 4, 5]
+    for task, source in (("qa_1", squad), ("qa_2", hotpot)):
+        for request in make(words, task, 600, 7, source=source):
+            tokens = len(words(request.text)["input_ids"]) + 32
+            assert 588 <= tokens <= 600
+            question = request.text.split("\n\nQuestion: ")[1].removesuffix(" Answer:")
+            answers, own = next(item[1:3] for item in source.items if item[0] == question)
+            assert request.record["answers"] == answers
+            documents = re.split(r"Document \d+:\n", request.text)
+            assert answers[0] in request.text
+            assert all(any(source.documents[number] in document for document in documents) for number in own)
+    assert [request.text for request in make(words, "qa_1", 600, 25, source=squad)][24].endswith("of 0-0? Answer:")
+
+
+@pytest.mark.parametrize(
+    ("read", "content", "message"),
+    [
+        (ruler.read_squad, "{", "broken JSON"),
+        (ruler.read_squad, '{"version": 1}', "not SQuAD 2.0: field 'data' is missing"),
+        (ruler.read_squad, '{"data": [{"paragraphs": [{"qas": []}]}]}', "field 'context' is missing"),
+        (ruler.read_squad, '{"data": []}', "no question with an answer"),
+        (ruler.read_squad, "[1]", "not SQuAD"),
+        (ruler.read_hotpotqa, '[{"question": "q", "context": []}]', "not HotpotQA: field 'answer' is missing"),
+        (ruler.read_hotpotqa, '[{"context": [["only a title"]]}]', "not HotpotQA"),
+    ],
+)
+def test_wrong_question_files_are_named(tmp_path, read, content, message):
+    path = tmp_path / "file.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=rf"file\.json: .*{message}"):
+        read(path)
+
+
+# ---------------------------------------------------------------------- the script
+
+
+def test_what_cannot_be_made_is_refused(words, tokenizer):
+    for arguments, message in [
+        (("niah_single", 1024), "did you mean niah_single_"),
+        (("qa_1", 1024), "qa_1 needs --squad FILE"),
+        (("niah_single_1", 100), "does not fit into 100 tokens with this tokenizer: at least"),
+        (("fwe", 150), "fwe does not fit into 150 tokens"),
+        (("vt", 1024, 0), "--samples must be at least 1"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            make(words, *arguments)
+    with pytest.raises(ValueError, match="niah_single_2 needs --haystack FILE"):
+        ruler.make_requests(words, "niah_single_2", 1024, 1)
+    without_files = ["niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe"]
+    assert ruler.resolve_tasks(None, set()) == without_files
+    assert len(ruler.resolve_tasks(None, {"haystack", "squad", "hotpotqa"})) == 13
+
+
+def test_scores():
+    rows = [{"pred": "They are ABC and def", "answers": ["abc", "DEF", "xx", "zz"]}]
+    assert ruler.score("niah_multivalue", rows) == 50.0
+    assert ruler.score("qa_1", rows) == 100.0
+
+
+def test_the_table_has_an_average(tmp_path, capsys):
+    options = argparse.Namespace(lengths=[512, 1024], out=tmp_path, samples=3, seed=0)
+    load_script("ruler").report({"vt": {512: 50.0, 1024: 0.0}, "cwe": {512: 100.0, 1024: 25.0}}, options)
+    assert "| average | 75.00 | 12.50 |" in capsys.readouterr().out
+    assert json.loads((tmp_path / "scores.json").read_text())["averages"] == {"512": 75.0, "1024": 12.5}
+
+
+def test_the_script_end_to_end(ckpt, tmp_path, capsys):
+    script = load_script("ruler")
+    out = tmp_path / "out"
+    story = tmp_path / "story.txt"
+    story.write_text(STORY * 20)
+    arguments = ["--ckpt", str(ckpt), "--out", str(out), "--lengths", "512", "600", "--samples", "2"]
+    arguments += ["--batch-size", "2", "--tasks", "niah_single_2", "--haystack", str(story)]
+    assert script.main(arguments) == 0
+    assert json.loads((out / "scores.json").read_text())["scores"] == {"niah_single_2": {"512": 0.0, "600": 0.0}}
+    assert (out / "scores.md").read_text().startswith("| task | 512 | 600 |")
+    assert (out / "scores.png").stat().st_size > 1000
+    # What the predictions say is what is scored.
+    path = out / "niah_single_2-600.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows[1]["pred"] = f"It is {rows[1]['answers'][0]}."
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert script.main(arguments) == 0
+    assert json.loads((out / "scores.json").read_text())["scores"]["niah_single_2"] == {"512": 0.0, "600": 50.0}
+    assert script.main([*arguments, "--seed", "1"]) == 2
+    assert "predictions with seed 0, now it is 1" in capsys.readouterr().err
+    assert script.main(["--ckpt", str(ckpt), "--tasks", "qa_2"]) == 2
+    assert "qa_2 needs --hotpotqa FILE" in capsys.readouterr().err
