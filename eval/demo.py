@@ -187,7 +187,7 @@ def write_report(result: dict, out: Path, facts: str) -> str:
         axes = figure.add_subplot(grid[index, 0])
         report.heat_map(
             axes,
-            row["passkey_cells"],
+            [[100 * value for value in cells] for cells in row["passkey_cells"]],
             [str(n) for n in LENGTHS],
             [f"{d:.0%}" for d in DEPTHS],
             f"{name}: pass-key digits right, % (context length, depth of the key)",

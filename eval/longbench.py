@@ -13,7 +13,7 @@ import json
 import sys
 from pathlib import Path
 
-from pod.evaluation import longbench, metrics, runner
+from pod.evaluation import longbench, metrics, models, report, runner
 
 
 def run(options: argparse.Namespace) -> None:
@@ -21,7 +21,7 @@ def run(options: argparse.Namespace) -> None:
     _check_segmentation(tasks)
     samples = {task: longbench.load_samples(options.data, task) for task in tasks}
     runner.settle(options.out, {"ckpt": options.ckpt, "max_length": options.max_length})
-    model, tokenizer = runner.load(options.ckpt)
+    model, tokenizer = models.load(options.ckpt)
     room = getattr(model.config, "max_position_embeddings", None)
     if room is not None and options.max_length >= room and runner.process()[0] == 0:
         print(f"note: prompts of {options.max_length} tokens, but the model was made for {room}", file=sys.stderr)
@@ -33,7 +33,7 @@ def run(options: argparse.Namespace) -> None:
         runner.predict(model, tokenizer, requests, predictions, batch_size=options.batch_size)
     rows = {task: runner.Predictions(options.out, task).merge(keys[task]) for task in tasks}
     if all(rows.values()):
-        report(rows, options.out)
+        write_scores(rows, options.out)
     else:
         print(f"process {runner.process()[0]} is done; the last one to finish prints the scores", file=sys.stderr)
 
@@ -46,16 +46,16 @@ def score_only(options: argparse.Namespace, named: bool) -> None:
         raise ValueError(f"--out {options.out}: no predictions of {', '.join(missing)}")
     rows = {task: found for task, found in rows.items() if found}
     _check_segmentation(list(rows))
-    report(rows, options.out)
+    write_scores(rows, options.out)
 
 
-def report(rows: dict[str, list[dict]], out: Path) -> None:
+def write_scores(rows: dict[str, list[dict]], out: Path) -> None:
     """Print the scores and write them to `scores.json`; rows: set -> its predictions."""
     scores = {task: longbench.score(task, found) for task, found in rows.items()}
     counts = {task: len(found) for task, found in rows.items()}
     plain = {task: value for task, value in scores.items() if not isinstance(value, dict)}
     result = {"scores": scores, "averages": longbench.averages(plain), "samples": counts}
-    runner.write(out / "scores.json", json.dumps(result, indent=2, ensure_ascii=False) + "\n")
+    report.write(out / "scores.json", json.dumps(result, indent=2, ensure_ascii=False) + "\n")
     print(longbench.table(scores, counts))
     print(f"written: {out}/scores.json")
 

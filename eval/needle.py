@@ -18,8 +18,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from pod.evaluation import runner
-from pod.evaluation.pictures import heat_map
+from pod.evaluation import models, report, runner
 
 NEEDLE = "\nThe best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day.\n"
 KEY_WORDS = ("eat", "sandwich", "sit", "dolores", "park", "sunny", "day")
@@ -114,7 +113,7 @@ def run(options: argparse.Namespace) -> None:
     depths = [round(depth, 1) for depth in grid(0, 100, options.steps)]
     text = options.haystack.read_text(encoding="utf-8")
     runner.settle(options.out, {"ckpt": options.ckpt, "haystack": sha256(text.encode()).hexdigest()})
-    model, tokenizer = runner.load(options.ckpt)
+    model, tokenizer = models.load(options.ckpt)
     requests = make_requests(tokenizer, text, lengths, depths)
     predictions = runner.Predictions(options.out, "needle")
     rows = runner.predict(model, tokenizer, requests, predictions, batch_size=options.batch_size)
@@ -125,8 +124,8 @@ def run(options: argparse.Namespace) -> None:
     average = sum(scores.values()) / len(scores)
     cells = [{"length": length, "depth": depth, "score": value} for (length, depth), value in scores.items()]
     content = {"average": round(average, 2), "metric": "share of the needle's key words", "scores": cells}
-    runner.write(options.out / "scores.json", json.dumps(content, indent=1) + "\n")
-    heat_map(
+    report.write(options.out / "scores.json", json.dumps(content, indent=1) + "\n")
+    report.save_heat_map(
         options.out / "scores.png",
         [[scores[length, depth] for length in lengths] for depth in depths],
         [f"{depth:g}" for depth in depths],

@@ -77,7 +77,8 @@ def draw(result: dict, path: Path) -> None:
         axes = figure.add_subplot(count, 1, index + 1)
         columns = [f"{depth:.0%}" for depth in result["depths"]]
         rows = [str(length) for length in result["lengths"]]
-        report.heat_map(axes, values["accuracy"], rows, columns, f"{Path(ckpt).name}: pass-key digits right, %")
+        cells = [[100 * value for value in row] for row in values["accuracy"]]
+        report.heat_map(axes, cells, rows, columns, f"{Path(ckpt).name}: pass-key digits right, %")
         axes.set(xlabel="depth of the key", ylabel="tokens")
     figure.savefig(path, dpi=150)
 

@@ -15,8 +15,7 @@ import sys
 from hashlib import sha256
 from pathlib import Path
 
-from pod.evaluation import ruler, runner
-from pod.evaluation.pictures import heat_map
+from pod.evaluation import models, report, ruler, runner
 
 
 def run(options: argparse.Namespace) -> None:
@@ -27,7 +26,7 @@ def run(options: argparse.Namespace) -> None:
     sources = {need: read[need](files[need]) for need in {ruler.TASKS[task].needs for task in tasks} - {None}}
     texts = {name: sha256(path.read_bytes()).hexdigest() for name, path in files.items() if path is not None}
     runner.settle(options.out, {"ckpt": options.ckpt, "seed": options.seed, **texts})
-    model, tokenizer = runner.load(options.ckpt)
+    model, tokenizer = models.load(options.ckpt)
     keys = {}
     for length in options.lengths:
         for task in tasks:
@@ -41,10 +40,10 @@ def run(options: argparse.Namespace) -> None:
         print(f"process {runner.process()[0]} is done; the last one to finish prints the scores", file=sys.stderr)
         return
     scores = {task: {length: ruler.score(task, rows[task, length]) for length in options.lengths} for task in tasks}
-    report(scores, options)
+    write_scores(scores, options)
 
 
-def report(scores: dict[str, dict[int, float]], options: argparse.Namespace) -> None:
+def write_scores(scores: dict[str, dict[int, float]], options: argparse.Namespace) -> None:
     """Print the table and write `scores.json`, `scores.md` and `scores.png`; scores: task -> length -> 0..100."""
     lengths = options.lengths
     averages = {length: sum(row[length] for row in scores.values()) / len(scores) for length in lengths}
@@ -53,9 +52,9 @@ def report(scores: dict[str, dict[int, float]], options: argparse.Namespace) -> 
         lines.append(f"| {name} | {' | '.join(f'{row[length]:.2f}' for length in lengths)} |")
     table = "\n".join(lines)
     result = {"samples": options.samples, "seed": options.seed, "scores": scores, "averages": averages}
-    runner.write(options.out / "scores.json", json.dumps(result, indent=2) + "\n")
-    runner.write(options.out / "scores.md", table + "\n")
-    heat_map(
+    report.write(options.out / "scores.json", json.dumps(result, indent=2) + "\n")
+    report.write(options.out / "scores.md", table + "\n")
+    report.save_heat_map(
         options.out / "scores.png",
         [[row[length] for length in lengths] for row in scores.values()],
         list(scores),

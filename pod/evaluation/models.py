@@ -1,5 +1,6 @@
 """Load what `--ckpt` names, and measure what its cache holds."""
 
+import os
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ def load(ckpt: str, device: str | None = None, dtype: str = "auto") -> tuple[Pre
 
     Args:
         ckpt: a directory or a hub id.
-        device: "cpu", "cuda", ...; a GPU where there is one by default.
+        device: "cpu", "cuda:1", ...; by default this process's GPU (torchrun's LOCAL_RANK), where there is one.
         dtype: "float32", "bfloat16", ...; "auto" is what the weights are stored in.
 
     Raises:
@@ -29,8 +30,11 @@ def load(ckpt: str, device: str | None = None, dtype: str = "auto") -> tuple[Pre
         model = AutoModelForCausalLM.from_pretrained(ckpt, dtype=dtype)
         tokenizer = AutoTokenizer.from_pretrained(ckpt)
     except (OSError, ValueError) as error:
-        raise ValueError(f"--ckpt {ckpt}: no model with its tokenizer can be loaded from there ({error})") from error
-    return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval(), tokenizer
+        raise ValueError(f"--ckpt {ckpt}: no model and tokenizer can be loaded from there ({error})") from error
+    if device is None:
+        count = torch.cuda.device_count()
+        device = f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % count}" if count else "cpu"
+    return model.to(device).eval(), tokenizer
 
 
 def cache_bytes(cache: Cache) -> int:

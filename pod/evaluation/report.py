@@ -16,12 +16,17 @@ def default_folder(script: str) -> Path:
     return Path("runs") / "eval" / script
 
 
-def write_json(path: Path, result: Mapping[str, Any]) -> None:
-    """Write a result beside its place and rename it, so that a stopped run leaves no half file."""
+def write(path: Path, text: str) -> None:
+    """Write a file whole or not at all; several processes may write the same one. Folders are made."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(path.name + ".tmp")
-    aside.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside.write_text(text, encoding="utf-8")
     os.replace(aside, path)
+
+
+def write_json(path: Path, result: Mapping[str, Any]) -> None:
+    """Write a result as JSON."""
+    write(path, json.dumps(result, indent=2, ensure_ascii=False) + "\n")
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -47,14 +52,43 @@ def figure(width: float, height: float) -> "Figure":
 
 
 def heat_map(
-    axes: "Axes", values: Sequence[Sequence[float]], rows: Sequence[str], columns: Sequence[str], title: str
+    axes: "Axes", values: Sequence[Sequence[float | None]], rows: Sequence[str], columns: Sequence[str], title: str
 ) -> Any:
-    """Draw shares in [0, 1] as a heat map with the numbers in its cells, red to green; returns the image."""
-    image = axes.imshow(values, vmin=0.0, vmax=1.0, cmap="RdYlGn", aspect="auto")
+    """Draw scores 0..100 as coloured cells, red to green; returns the image.
+
+    Args:
+        axes: where.
+        values: one list per row; None stays white.
+        rows, columns: their names; of many, some are printed. The numbers are printed where there is room.
+        title: above it.
+    """
+    cells = [[float("nan") if value is None else value for value in row] for row in values]
+    image = axes.imshow(cells, vmin=0.0, vmax=100.0, cmap="RdYlGn", aspect="auto", interpolation="nearest")
     axes.set_title(title, fontsize=9)
-    axes.set_xticks(range(len(columns)), columns, fontsize=7)
-    axes.set_yticks(range(len(rows)), rows, fontsize=7)
-    for y, row in enumerate(values):
-        for x, value in enumerate(row):
-            axes.text(x, y, f"{100 * value:.0f}", ha="center", va="center", fontsize=7)
+    for names, set_ticks in ((columns, axes.set_xticks), (rows, axes.set_yticks)):
+        step = max(1, round(len(names) / 12))
+        set_ticks(range(0, len(names), step), names[::step], fontsize=7)
+    if len(columns) <= 12 and len(rows) <= 16:
+        for y, row in enumerate(values):
+            for x, value in enumerate(row):
+                axes.text(x, y, "" if value is None else f"{value:.0f}", ha="center", va="center", fontsize=7)
     return image
+
+
+def save_heat_map(
+    path: Path,
+    values: Sequence[Sequence[float | None]],
+    rows: Sequence[str],
+    columns: Sequence[str],
+    *,
+    title: str,
+    xlabel: str,
+    ylabel: str,
+) -> None:
+    """A picture that is one heat map; `path`'s suffix (.png, .pdf, .svg) is the format. Folders are made."""
+    made = figure(min(max(0.55 * len(columns) + 2.6, 5.0), 16.0), min(max(0.32 * len(rows) + 1.6, 3.0), 12.0))
+    axes = made.add_subplot()
+    made.colorbar(heat_map(axes, values, rows, columns, title), ax=axes, label="score")
+    axes.set(xlabel=xlabel, ylabel=ylabel)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    made.savefig(path, dpi=120)

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-import pod  # noqa: F401  (registers the PoD models)
+from pod.evaluation import report
 
 
 @dataclass(frozen=True)
@@ -235,22 +235,6 @@ def _generate(
     return [tokenizer.decode(row, skip_special_tokens=True) for row in output[:, longest:].tolist()]
 
 
-def load(ckpt: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model and tokenizer of a directory (or hub name), on this process's device, in the checkpoint's dtype.
-
-    Raises:
-        ValueError: none can be loaded from there.
-    """
-    try:
-        model = AutoModelForCausalLM.from_pretrained(ckpt, dtype="auto")
-        tokenizer = AutoTokenizer.from_pretrained(ckpt)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--ckpt {ckpt}: no model and tokenizer can be loaded from there ({error})") from error
-    if torch.cuda.is_available():
-        model = model.to(f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % torch.cuda.device_count()}")
-    return model.eval(), tokenizer
-
-
 def process() -> tuple[int, int]:
     """(rank, number of processes) as torchrun's RANK and WORLD_SIZE say; (0, 1) without them.
 
@@ -280,14 +264,7 @@ def settle(folder: str | Path, settings: dict[str, Any]) -> None:
                 )
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    write(path, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
-
-
-def write(path: Path, text: str) -> None:
-    """Write a file whole or not at all: several processes may write the same one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    report.write(path, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
