@@ -545,10 +545,12 @@ class PodDataModule(LightningDataModule):
         shuffle: a new permutation each epoch; else the order in the files.
         validation_path: another prepared directory to validate on: its validation split if it has one, else its
             train split. By default the validation split of `path`.
+        length_intervals: what the training documents must have been drawn by; None takes any data.
 
     Raises:
         FileNotFoundError: no prepared directory there; the message has the command that makes one.
-        ValueError: a `sequence_length` other than the prepared one, a file of the wrong size, a number out of range.
+        ValueError: a `sequence_length` or `length_intervals` other than the prepared ones, a file of the wrong size, a
+            number out of range.
     """
 
     def __init__(
@@ -560,6 +562,7 @@ class PodDataModule(LightningDataModule):
         num_workers: int = 0,
         shuffle: bool = True,
         validation_path: str | Path | None = None,
+        length_intervals: list[int] | None = None,
     ) -> None:
         super().__init__()
         if micro_batch_size < 1:
@@ -572,6 +575,12 @@ class PodDataModule(LightningDataModule):
         self.num_workers = num_workers
         self.shuffle = shuffle
         self.prepared = self._open(path)
+        if length_intervals is not None and length_intervals != self.prepared.length_intervals:
+            raise ValueError(
+                f"length_intervals is {length_intervals}, but {path} was prepared with "
+                f"{self.prepared.length_intervals}: set it to null, or prepare again with --length-intervals "
+                f"{' '.join(map(str, length_intervals))}"
+            )
         self.validation = self._open(validation_path) if validation_path is not None else None
         self._loader: ResumableLoader | None = None
         self._resume: dict[str, Any] | None = None

@@ -144,6 +144,7 @@ def fit(recipe: Recipe) -> lightning.Trainer:
     data = PodDataModule(
         recipe.data.path,
         sequence_length=recipe.data.sequence_length,
+        length_intervals=recipe.data.length_intervals,
         micro_batch_size=recipe.data.micro_batch_size,
         seed=recipe.seed,
         num_workers=recipe.data.num_workers,

@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 import prepare
 import pytest
+import sampling
 import sources
 from test_mds import random_samples, write_mds
 
-from pod.data import PreparedData, PreparedDataset
+from pod.data import PodDataModule, PreparedData, PreparedDataset
 
 SCRIPT = Path(prepare.__file__)
 OPTIONS = {"tokenizer": "bytes", "sequence_length": 64, "held_out": 0.2}
@@ -81,7 +82,7 @@ def documents_of(samples):
 @pytest.mark.parametrize("num_proc,shard_bytes", [(1, 2**30), (2, 64 * 2 * 3)])
 def test_prolong(tmp_path, monkeypatch, num_proc, shard_bytes):
     monkeypatch.setattr("pod.data.SHARD_BYTES", shard_bytes)
-    monkeypatch.setattr(prepare, "BLOCK", 2 * 64)
+    monkeypatch.setattr(sampling, "BLOCK", 2 * 64)
     samples = random_samples(11)
     write_mds(tmp_path / "in" / "book", samples[:7])
     write_mds(tmp_path / "in" / "arxiv", [*samples[7:], samples[0]], integer="int", compression="gz")
@@ -179,13 +180,12 @@ def test_intervals_give_the_same_number_of_tokens(tmp_path, edges, one_document)
 
 
 def test_drawing_fills_what_is_left_with_documents_that_fit():
-    with pytest.raises(
-        ValueError, match=r"of the documents of 50\.\.499 tokens, 0 tokens can be drawn whole, wanted 4"
-    ):
-        prepare.draw(np.array([2, 2, 70, 60, 900]), np.array([2, 2, 70, 60, 900]), [50, 500])
+    lengths = np.array([2, 2, 70, 60, 900])
+    with pytest.raises(ValueError, match=r"the documents of 50\.\.499 tokens, 0 tokens can be drawn whole, wanted 4"):
+        sampling.draw(lengths, lengths, [50, 500])
     # In order while they fit, 271; 99 does not, but 1 and 28 do.
     lengths = np.array([30, 70, 60, 40, 30, 41, 99, 1, 28, 300])
-    drawn, report = prepare.draw(lengths, lengths, [100])
+    drawn, report = sampling.draw(lengths, lengths, [100])
     assert [entry["tokens"] for entry in report] == [399, 300]
     assert drawn.tolist() == [0, 1, 2, 3, 4, 5, 7, 8, 9] and report[0]["drawn_tokens"] == 300
 
@@ -235,7 +235,7 @@ def test_a_failed_writing_goes_on_at_the_shard(tmp_path, monkeypatch):
     monkeypatch.setattr("pod.data.SHARD_BYTES", 64 * 2 * 20)
     folder = write_dolma(tmp_path / "in", 2, 30, 900)
     prepare.prepare([str(folder)], tmp_path / "whole", **OPTIONS)
-    numbers, whole = [], prepare.Plan.read
+    numbers, whole = [], sampling.Plan.read
 
     def failing(plan, first, last):
         numbers.append(first)
@@ -243,7 +243,7 @@ def test_a_failed_writing_goes_on_at_the_shard(tmp_path, monkeypatch):
             raise OSError("no space left on device")
         return whole(plan, first, last)
 
-    monkeypatch.setattr(prepare.Plan, "read", failing)
+    monkeypatch.setattr(sampling.Plan, "read", failing)
     with pytest.raises(OSError, match="no space"):
         prepare.prepare([str(folder)], tmp_path / "out", **OPTIONS)
     prepare.prepare([str(folder)], tmp_path / "out", **OPTIONS)
@@ -326,3 +326,15 @@ def test_32_mb_of_dolma_killed_and_continued(tmp_path):
         entry["drawn_tokens"] for entry in json.loads((tmp_path / "out/report.json").read_text())["length_intervals"]
     ]
     assert min(given) >= 0.98 * max(given) > 1e5
+
+
+def test_a_recipe_may_insist_on_the_intervals(tmp_path):
+    prepare.prepare(
+        [str(write_dolma(tmp_path / "in", 1, 200, 400))], tmp_path / "out", **OPTIONS, length_intervals=[90]
+    )
+    PodDataModule(tmp_path / "out", 64, 1)
+    PodDataModule(tmp_path / "out", 64, 1, length_intervals=[90])
+    with pytest.raises(
+        ValueError, match=r"length_intervals is \[90, 200\], but .* was prepared with \[90\]: .* 90 200"
+    ):
+        PodDataModule(tmp_path / "out", 64, 1, length_intervals=[90, 200])
