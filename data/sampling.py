@@ -158,11 +158,11 @@ class Plan:
         numbers = np.arange(np.searchsorted(self.ends, begin, "right"), np.searchsorted(self.ends, end, "left") + 1)
         stops = np.minimum(self.ends[numbers], end)
         starts = np.maximum(self.ends[numbers] - self.length[numbers], begin)
-        flat, ids = tokens.reshape(-1), np.full(tokens.size, -1, np.int64)
+        flat, ids = tokens.reshape(-1), np.full(tokens.size, -1, np.int32)
         for number, start, stop in zip(numbers.tolist(), starts.tolist(), stops.tolist(), strict=True):
             origin = int(self.ends[number] - self.length[number])
             flat[start - begin : stop - begin] = self.document(number, start - origin, stop - origin)
-            ids[start - begin : stop - begin] = number
+            ids[start - begin : stop - begin] = number - numbers[0]
         ids = ids.reshape(shape)
         return tokens, np.where(ids < 0, -1, ids - ids[:, :1])
 

@@ -183,7 +183,10 @@ def load_tokenizer(name: str) -> tuple[Callable[[str], np.ndarray], int, int]:
     if name == "bytes":
         # ByT5Tokenizer's ids, much faster, and "</s>" written in a text stays the four bytes that it is.
         def encode_bytes(text: str) -> np.ndarray:
-            return np.append(np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int64) + 3, 1)
+            content = np.frombuffer(text.encode("utf-8"), np.uint8)
+            ids = np.ones(len(content) + 1, np.uint16)
+            np.add(content, 3, out=ids[:-1], dtype=np.uint16)
+            return ids
 
         return encode_bytes, BYTES_VOCABULARY, 0
     from transformers import AutoTokenizer
@@ -241,7 +244,7 @@ def read_unit(unit: Unit, reading: Reading, folder: Path, skip_bad_shards: bool)
         if known["sha256"] == [_digest(ids_file), _digest(table_file)]:
             return known["result"]
     dtype = np.dtype("<u2" if reading.vocab_size <= 65535 else "<u4")
-    table, problems, tokens = bytearray(), [], 0
+    table, problems, tokens, written = bytearray(), [], 0, hashlib.sha256()
 
     def documents() -> Iterator[tuple[np.ndarray, bytes]]:
         if unit.shard is not None:
@@ -259,7 +262,9 @@ def read_unit(unit: Unit, reading: Reading, folder: Path, skip_bad_shards: bool)
     try:
         with open(ids_file, "wb") as file:
             for ids, digest in documents():
-                file.write(np.ascontiguousarray(ids, dtype).data)
+                content = np.ascontiguousarray(ids, dtype).data
+                file.write(content)
+                written.update(content)
                 table += len(ids).to_bytes(8, "little") + digest
                 tokens += len(ids)
     except BadShard as error:
@@ -271,7 +276,7 @@ def read_unit(unit: Unit, reading: Reading, folder: Path, skip_bad_shards: bool)
     np.save(table_file, np.frombuffer(table, DOCUMENT))
     result = {"key": key, "documents": len(table) // DOCUMENT.itemsize, "tokens": tokens, "problems": problems}
     aside = note.with_suffix(".tmp")
-    aside.write_text(json.dumps({"sha256": [_digest(ids_file), _digest(table_file)], "result": result}))
+    aside.write_text(json.dumps({"sha256": [written.hexdigest(), _digest(table_file)], "result": result}))
     os.replace(aside, note)
     return result
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -55,25 +56,38 @@ def main() -> int:
     options = parser.parse_args()
     count = max(1, round(options.gigabytes * 1e9 / FILE_BYTES))
     size = round(options.gigabytes * 1e9 / count)
-    with tempfile.TemporaryDirectory(dir=options.folder) as name, ProcessPoolExecutor(options.num_proc) as pool:
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name) / "in"
         folder.mkdir()
-        written = sum(pool.map(partial(write_file, folder, size), range(count)))
-        begin = time.perf_counter()
-        assert sum(pool.map(read_file, sorted(folder.iterdir()))) == written
-        reading = time.perf_counter() - begin
+        with ProcessPoolExecutor(options.num_proc) as pool:
+            written = sum(pool.map(partial(write_file, folder, size), range(count)))
+
+        def read() -> None:
+            with ProcessPoolExecutor(options.num_proc) as pool:
+                assert sum(pool.map(read_file, sorted(folder.iterdir()))) == written
+
         command = [sys.executable, str(SCRIPT), "--source", str(folder), "--out", f"{name}/out"]
         command += ["--tokenizer", options.tokenizer, "--sequence-length", str(options.sequence_length)]
-        begin = time.perf_counter()
-        subprocess.run([*command, "--num-proc", str(options.num_proc)], check=True, stdout=subprocess.DEVNULL)
-        preparing = time.perf_counter() - begin
+        command += ["--num-proc", str(options.num_proc)]
+        reading = timed(read)
+        preparing = timed(lambda: subprocess.run(command, check=True, capture_output=True))
     print(
         f"{written / 1e9:.2f} GB of text in {count} files, {options.num_proc} processes, tokenizer {options.tokenizer}"
     )
-    print(f"plain reading  {reading:7.1f} s  {written / 1e6 / reading:7.1f} MB/s")
-    print(f"preparing      {preparing:7.1f} s  {written / 1e6 / preparing:7.1f} MB/s")
-    print(f"ratio          {preparing / reading:7.2f}")
+    print("                  wall      CPU")
+    for label, times in (("plain reading", reading), ("preparing", preparing)):
+        print(f"{label:<14}{times[0]:7.1f}s {times[1]:7.1f}s  {written / 1e6 / times[0]:7.1f} MB/s")
+    print(f"ratio         {preparing[0] / reading[0]:7.2f}  {preparing[1] / reading[1]:7.2f}")
     return 0
+
+
+def timed(work: Callable[[], object]) -> tuple[float, float]:
+    """Seconds on the clock, and of the CPUs in the processes that `work` starts and ends (which other load spares)."""
+    before, begin = os.times(), time.perf_counter()
+    work()
+    after = os.times()
+    cpu = after.children_user + after.children_system - before.children_user - before.children_system
+    return time.perf_counter() - begin, cpu
 
 
 if __name__ == "__main__":

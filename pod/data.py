@@ -77,13 +77,15 @@ class ShardWriter:
             raise ValueError("document_ids: for all samples of a split or for none")
         padding = 0
         if document_ids is not None:
-            document_ids = np.atleast_2d(np.asarray(document_ids)).astype(np.int64)
-            stored = np.where(document_ids < 0, PADDING, document_ids)
-            if stored.shape != tokens.shape or stored.max(initial=0) > PADDING or (np.diff(stored) < 0).any():
+            document_ids = np.atleast_2d(np.asarray(document_ids))
+            span = (document_ids.min(initial=0), document_ids.max(initial=0))
+            stored = document_ids.astype("<u2")  # -1 becomes 65,535
+            in_range = -1 <= span[0] and span[1] < PADDING
+            if stored.shape != tokens.shape or not in_range or (stored[:, 1:] < stored[:, :-1]).any():
                 raise ValueError("document_ids: the shape of tokens, non-decreasing below 65,535, -1 only at the end")
-            self._append("documents", stored.astype("<u2"))
-            padding = int((stored == PADDING).sum())
-        self._append("tokens", tokens.astype(self.dtype))
+            self._append("documents", stored)
+            padding = int((stored == PADDING).sum()) if span[0] < 0 else 0
+        self._append("tokens", tokens.astype(self.dtype, copy=False))
         self.samples += len(tokens)
         self.tokens += tokens.size - padding
 
