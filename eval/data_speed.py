@@ -70,7 +70,7 @@ def main() -> int:
         command += ["--tokenizer", options.tokenizer, "--sequence-length", str(options.sequence_length)]
         command += ["--num-proc", str(options.num_proc)]
         reading = timed(read)
-        preparing = timed(lambda: subprocess.run(command, check=True, capture_output=True))
+        preparing = timed(lambda: subprocess.run(command, check=True, stdout=subprocess.DEVNULL))
     print(
         f"{written / 1e9:.2f} GB of text in {count} files, {options.num_proc} processes, tokenizer {options.tokenizer}"
     )

@@ -13,12 +13,13 @@ L layers, b bytes of an activation.
 
 import json
 import math
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pod.recipe import Recipe, RecipeError, accumulate, steps
+from pod.recipe import Recipe, RecipeError, accumulate, load_recipe, output_folder, recipes, steps
 
 
 @dataclass(frozen=True)
@@ -243,10 +244,11 @@ class Memory:
         return self._tokens * self.shape.hidden * (4 + 2 * self.activation_bytes)
 
     def _attention_kept(self, shares: bool) -> float:
-        """q, k, v, the output as computed and as projected, log-sum-exp; and the distant queries and keys."""
+        """q, k, v, the output as computed and as projected, log-sum-exp; the distant queries and keys; q/k norms."""
         sums = 4 * self.micro_batch * self.length * self.shape.heads / self.sequence_parallel
         distant = self._queries + self._keys if shares else 0
-        return self.activation_bytes * (3 * self._queries + 2 * self._keys + distant) + sums
+        norms = (4 + self.activation_bytes) * (self._queries + self._keys) if self.shape.qk_norm else 0
+        return self.activation_bytes * (3 * self._queries + 2 * self._keys + distant) + sums + norms
 
     @property
     def _anchors(self) -> float:
@@ -315,7 +317,7 @@ class Memory:
 
     @property
     def working(self) -> float:
-        """The largest of: a layer in its MLP's backward, in its attention's, a chunk of logits, the optimiser's step."""
+        """The largest of a layer in its MLP's backward or its attention's, a chunk of logits, the optimiser's step."""
         step = 4 * min(SUB_GROUP, self._share) if self.zero and not self.offload_optimizer else 0
         if not self.checkpointing:
             return max(self.mlp * 3 / 7, self._attention_buffers, self.logits, step)
@@ -456,7 +458,8 @@ def gib(value: float) -> str:
 
 
 def config_of(recipe: Recipe) -> dict[str, Any]:
-    """The config of the recipe's model: its own, that of a local folder, or that of a known hub model.
+    """The config of the recipe's model: its own, that of a local folder or of the run that will write it, or that of a
+    known hub model.
 
     Raises:
         RecipeError: the model is none of these.
@@ -469,6 +472,10 @@ def config_of(recipe: Recipe) -> dict[str, Any]:
         return json.loads(file.read_text())
     if base in KNOWN_CONFIGS:
         return KNOWN_CONFIGS[base]
+    for name in recipes():
+        earlier = load_recipe([f"recipe={name}"])
+        if name != recipe.name and output_folder(earlier) in (Path(base), *Path(base).parents):
+            return config_of(earlier)
     raise RecipeError(
         f"model.base={base}: there is no {file}, and the plan does not know that model's sizes. Put its config.json "
         f"into a folder and name that, or name one of {', '.join(KNOWN_CONFIGS)}"
@@ -558,3 +565,27 @@ def make_plan(
         steps=steps(recipe),
         upper_bound=recipe.blocks.file is None,
     )
+
+
+def show_plan(arguments: Sequence[str]) -> int:
+    """`python -m pod.fit recipe=NAME [key=value ...] plan=true [gpu=NAME] [utilisation=X]`: print the plan.
+
+    Returns:
+        the exit status: 2 after an error, whose message went to stderr.
+    """
+    given = dict(argument.partition("=")[::2] for argument in arguments)
+    try:
+        if given["plan"] != "true":
+            raise RecipeError(f"plan={given['plan']}: write plan=true, or leave it out to train")
+        try:
+            utilisation = float(given.get("utilisation", "0.4"))
+        except ValueError:
+            raise RecipeError(f"utilisation={given['utilisation']}: wanted a number") from None
+        own = ("plan=", "gpu=", "utilisation=")
+        recipe = load_recipe([argument for argument in arguments if not argument.startswith(own)])
+        plan = make_plan(recipe, gpu=given.get("gpu", "H100"), utilisation=utilisation)
+    except (RecipeError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(plan.lines()))
+    return 0

@@ -731,7 +731,10 @@ def _find(name: str) -> Path:
 
 def help_text(command: str = "pod.fit") -> str:
     """The schema as text: every key with its type, default, valid values and help."""
-    lines = [f"usage: python -m {command} recipe=NAME|PATH [key=value ...]", "", _available(), ""]
+    lines = [f"usage: python -m {command} recipe=NAME|PATH [key=value ...]"]
+    if command == "pod.fit":
+        lines.append("       with plan=true [gpu=H100] [utilisation=0.4]: print memory, FLOPs and hours, train nothing")
+    lines += ["", _available(), ""]
     section = None
     for key, entry in schema().items():
         if key.rpartition(".")[0] != section:
