@@ -257,6 +257,12 @@ class Memory:
         return self.activation_bytes * self._tokens * group * self.sharing.pairs
 
     @property
+    def _handed(self) -> float:
+        """The most running anchors that are there between two layers."""
+        pairs = min(self.sharing.pairs, self.shape.kv_heads)
+        return self._anchors * pairs / max(1, self.sharing.pairs)
+
+    @property
     def checkpoints(self) -> float:
         """What the forward keeps for the backward: each layer's input and the running anchors, or all of each layer."""
         states = self.activation_bytes * self._tokens * self.shape.hidden
@@ -269,8 +275,7 @@ class Memory:
             return layers + plain + shared * self._attention_kept(True) + ends
         if self.offload_checkpoints:
             # On the GPU: the layer at work, the one on its way, and the anchors that a layer may be handed.
-            handed = min(self.sharing.pairs, self.shape.kv_heads)
-            return 2 * states + self._anchors * handed / max(1, self.sharing.pairs) + ends
+            return 2 * states + self._handed + ends
         return self.shape.layers * states + self._anchors + ends
 
     # What is there for a moment; of these only the largest counts
@@ -318,16 +323,24 @@ class Memory:
     @property
     def working(self) -> float:
         """The largest of a layer in its MLP's backward or its attention's, a chunk of logits, the optimiser's step."""
+        states = self.activation_bytes * self._tokens * self.shape.hidden
+        passing = 2 * states + self._handed  # gradients on their way down
         step = 4 * min(SUB_GROUP, self._share) if self.zero and not self.offload_optimizer else 0
         if not self.checkpointing:
-            return max(self.mlp * 3 / 7, self._attention_buffers, self.logits, step)
-        kept = 2 * self._norm + self._attention_kept(self.sharing.layers > 0)
-        return max(kept + self.mlp, kept + self._attention_buffers, self.logits, step)
+            return max(passing + self.mlp * 3 / 7, passing + self._attention_buffers, states + self.logits, step)
+        kept = self._attention_kept(self.sharing.layers > 0)
+        # By the time of the attention's backward, what the MLP and its norm kept is gone.
+        mlp = passing + 2 * self._norm + kept + self.mlp
+        attention = passing + self._norm + self.attention
+        return max(mlp, attention, self._norm + states + self.logits, step)
 
     @property
     def total(self) -> float:
+        """The peak: the states and checkpoints, the largest moment, what moves, and what is reserved."""
         states = self.parameters + self.gradients + self.optimizer
-        return states + self.checkpoints + self.working + self.communication + RESERVED
+        # The last norm's share of the checkpoints is gone before the layers' backward begins.
+        before = self._norm if self.checkpointing else 0
+        return states + self.checkpoints - before + self.working + self.communication + RESERVED
 
     @property
     def host(self) -> float:
@@ -414,7 +427,7 @@ class Plan:
             ("parameters", memory.parameters, "on the host" if memory.offload_parameters else ""),
             ("gradients", memory.gradients, "on the host" if memory.zero and memory.offload_optimizer else ""),
             ("optimiser", memory.optimizer, "on the host" if memory.offload_optimizer else ""),
-            ("checkpoints", memory.checkpoints, f"of which running anchors {gib(memory._anchors)}{bound}"),
+            ("checkpoints", memory.checkpoints, f"of these running anchors {gib(memory._anchors)}{bound}"),
             ("working", memory.working, "the largest moment; of it or beside it:"),
             ("  attention", memory.attention, "one layer, backward"),
             ("  mlp", memory.mlp, "one layer, backward"),

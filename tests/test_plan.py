@@ -1,5 +1,6 @@
 """The plan's arithmetic against a real step: parameters, gradients, AdamW's state, what the backward needs."""
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -254,3 +255,53 @@ assert used.ru_maxrss < 2**20, used  # KiB: no weights
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+# docs/PLANNING.md
+
+OFFLOAD = {"strategy": "deepspeed", "offload_optimizer": True, "offload_checkpoints": True, "tiled_mlp": True}
+ALL = {**OFFLOAD, "offload_parameters": True}
+ONE = ["trainer.devices=1"]
+HALF_MILLION = [*ONE, "data.sequence_length=500000", "trainer.tokens_per_batch=500000", "trainer.max_tokens=500000"]
+DENSE = ["blocks.kv_saving=0"]
+EXAMPLES = [
+    ("32K, 8 x H100", "llama3-32k", [], {}),
+    ("32K, 8 x H100, spread over 8", "llama3-32k", [], {"sequence_parallel_size": 8}),
+    ("32K, 8 x H200", "llama3-32k", [], {"gpu": "H200"}),
+    ("128K, 8 x H100, spread over 8", "llama31-128k", [], {"sequence_parallel_size": 8}),
+    ("128K, 8 x H200, spread over 8", "llama31-128k", [], {"sequence_parallel_size": 8, "gpu": "H200"}),
+    ("128K, 8 x H200, spread over 2", "llama31-128k", [], {"sequence_parallel_size": 2, "gpu": "H200"}),
+    ("32K, 1 x H200, offload", "llama3-32k", ONE, {**OFFLOAD, "gpu": "H200"}),
+    ("128K, 1 x H200, offload", "llama31-128k", ONE, {**OFFLOAD, "gpu": "H200"}),
+    ("500K, 1 x H100, offload all", "llama31-128k", HALF_MILLION, ALL),
+    ("500K dense, 1 x H100, offload all", "llama31-128k", [*HALF_MILLION, *DENSE], ALL),
+    ("500K dense, 1 x H200, offload all", "llama31-128k", [*HALF_MILLION, *DENSE], {**ALL, "gpu": "H200"}),
+]  # fmt: skip
+
+
+def rows(title, name, overrides, options):
+    """The example's row of each of the document's two tables."""
+    plan = make_plan(load_recipe([f"recipe={name}", *overrides]), **options)
+    memory = plan.memory
+    kinds = (
+        memory.parameters, memory.gradients, memory.optimizer, memory.checkpoints, memory.attention, memory.mlp,
+        memory.logits, memory.working, memory.communication, memory.total, memory.host,
+    )  # fmt: skip
+    matrices, attention = memory.shape.flops_per_token(memory.length)
+    flops = f"{(matrices + attention) / 1e9:.1f}G | {100 * attention / (matrices + attention):.0f} %"
+    fits = "yes" if memory.total <= plan.gpu.memory else "no"
+    yield f"| {title} | " + " | ".join(f"{value / 2**30:.1f}" for value in kinds) + f" | {fits} |"
+    yield f"| {title} | {plan.longest:,} | {plan.tokens_per_step:,} | {plan.steps:,} | {flops} | {plan.hours:,.1f} |"
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example[0])
+def test_the_documents_numbers(example):
+    lines = (ROOT / "docs" / "PLANNING.md").read_text().splitlines()
+    for row in rows(*example):
+        assert row in lines, row
+
+
+def test_the_documents_tables_hold_nothing_else():
+    lines = (ROOT / "docs" / "PLANNING.md").read_text().splitlines()
+    examples = [line for line in lines if re.match(r"\| \d+K", line)]
+    assert len(examples) == 2 * len(EXAMPLES)
