@@ -305,3 +305,15 @@ def test_the_documents_tables_hold_nothing_else():
     lines = (ROOT / "docs" / "PLANNING.md").read_text().splitlines()
     examples = [line for line in lines if re.match(r"\| \d+K", line)]
     assert len(examples) == 2 * len(EXAMPLES)
+
+
+def test_the_documents_text_beside_the_published_lengths():
+    text = (ROOT / "docs" / "PLANNING.md").read_text()
+    plans = [
+        make_plan(load_recipe([f"recipe={name}", *overrides]), **options) for _, name, overrides, options in EXAMPLES
+    ]
+    shared, dense, dense_h200 = (plan.longest for plan in plans[-3:])
+    said = (
+        f"reaches {dense / 1e3:.0f}K on an H100 and {dense_h200 / 1e6:.2f}M on an H200 by this arithmetic, a PoD model "
+    )
+    assert said + f"{shared / 1e3:.0f}K on an H100" in " ".join(text.split())
