@@ -172,6 +172,8 @@ class Memory:
         processes: W. sequence_parallel: S.
         weight_bytes: of a parameter outside of ZeRO, whose gradient and AdamW moments have the same type.
         activation_bytes: b, and under ZeRO also of a parameter and of its gradient.
+        autocast: float32 weights outside of ZeRO compute in bfloat16: hidden states and norms stay float32, and each
+            matrix keeps a bfloat16 copy of what it multiplies.
         checkpointing: each layer is computed again in the backward.
         loss_chunk: positions whose logits are in memory at once.
         tiled_mlp: the MLP runs over min(t, h) positions at once.
@@ -187,6 +189,7 @@ class Memory:
     sequence_parallel: int = 1
     weight_bytes: int = 4
     activation_bytes: int = 4
+    autocast: bool = False
     checkpointing: bool = True
     loss_chunk: int = 1024
     tiled_mlp: bool = False
@@ -239,9 +242,19 @@ class Memory:
         return self.micro_batch * self.length * self.shape.head_dim * heads
 
     @property
-    def _norm(self) -> float:
-        """What an RMSNorm keeps: its input in float32, the normalised states, and its output."""
-        return self._tokens * self.shape.hidden * (4 + 2 * self.activation_bytes)
+    def _states(self) -> float:
+        """The hidden states between two layers."""
+        return (4 if self.autocast else self.activation_bytes) * self._tokens * self.shape.hidden
+
+    def _norm(self, readers: int = 1) -> float:
+        """What an RMSNorm keeps: its input in float32, the normalised states, its output (for each that reads it)."""
+        each = 8 + 2 * readers if self.autocast else 4 + 2 * self.activation_bytes
+        return self._tokens * self.shape.hidden * each
+
+    @property
+    def _norms(self) -> float:
+        """Both norms of a layer, the one before q, k and v and the one before the MLP's gate and up."""
+        return self._norm(3) + self._norm(2)
 
     def _attention_kept(self, shares: bool) -> float:
         """q, k, v, the output as computed and as projected, log-sum-exp; the distant queries and keys; q/k norms."""
@@ -263,20 +276,24 @@ class Memory:
         return self._anchors * pairs / max(1, self.sharing.pairs)
 
     @property
+    def _end(self) -> float:
+        """The last norm, whose output the loss reads."""
+        return self._norm(2 if self.autocast else 1)
+
+    @property
     def checkpoints(self) -> float:
         """What the forward keeps for the backward: each layer's input and the running anchors, or all of each layer."""
-        states = self.activation_bytes * self._tokens * self.shape.hidden
-        ends = self._norm
         if not self.checkpointing:
             mlp = 4 * self.activation_bytes * self._tokens * self.shape.intermediate
             shared = self.sharing.layers
-            layers = self.shape.layers * (2 * self._norm + mlp)
+            casts = 2 * self.shape.layer_matrices if self.autocast else 0
+            layers = self.shape.layers * (self._norms + mlp + casts)
             plain = (self.shape.layers - shared) * self._attention_kept(False)
-            return layers + plain + shared * self._attention_kept(True) + ends
+            return layers + plain + shared * self._attention_kept(True) + self._end
         if self.offload_checkpoints:
             # On the GPU: the layer at work, the one on its way, and the anchors that a layer may be handed.
-            return 2 * states + self._handed + ends
-        return self.shape.layers * states + self._anchors + ends
+            return 2 * self._states + self._handed + self._end
+        return self.shape.layers * self._states + self._anchors + self._end
 
     # What is there for a moment; of these only the largest counts
 
@@ -323,23 +340,22 @@ class Memory:
     @property
     def working(self) -> float:
         """The largest of a layer in its MLP's backward or its attention's, a chunk of logits, the optimiser's step."""
-        states = self.activation_bytes * self._tokens * self.shape.hidden
-        passing = 2 * states + self._handed  # gradients on their way down
+        passing = 2 * self._states + self._handed  # gradients on their way down
         step = 4 * min(SUB_GROUP, self._share) if self.zero and not self.offload_optimizer else 0
         if not self.checkpointing:
-            return max(passing + self.mlp * 3 / 7, passing + self._attention_buffers, states + self.logits, step)
+            return max(passing + self.mlp * 3 / 7, passing + self._attention_buffers, self._states + self.logits, step)
         kept = self._attention_kept(self.sharing.layers > 0)
         # By the time of the attention's backward, what the MLP and its norm kept is gone.
-        mlp = passing + 2 * self._norm + kept + self.mlp
-        attention = passing + self._norm + self.attention
-        return max(mlp, attention, self._norm + states + self.logits, step)
+        mlp = passing + self._norms + kept + self.mlp
+        attention = passing + self._norm(3) + self.attention
+        return max(mlp, attention, self._end + self._states + self.logits, step)
 
     @property
     def total(self) -> float:
         """The peak: the states and checkpoints, the largest moment, what moves, and what is reserved."""
         states = self.parameters + self.gradients + self.optimizer
         # The last norm's share of the checkpoints is gone before the layers' backward begins.
-        before = self._norm if self.checkpointing else 0
+        before = self._end if self.checkpointing else 0
         return states + self.checkpoints - before + self.working + self.communication + RESERVED
 
     @property
@@ -351,8 +367,7 @@ class Memory:
         if self.offload_optimizer:
             total += self._share * (12 + (self.activation_bytes if self.zero else 0))
         if self.offload_checkpoints and self.checkpointing:
-            states = self.activation_bytes * self._tokens * self.shape.hidden
-            total += self.shape.layers * states + self._anchors
+            total += self.shape.layers * self._states + self._anchors
         return total
 
     def longest(self, memory: float) -> int:
@@ -558,6 +573,7 @@ def make_plan(
         sequence_parallel=spread,
         weight_bytes=2 if recipe.trainer.precision == "bf16-true" or recipe.model.dtype == "bfloat16" else 4,
         activation_bytes=2 if half else 4,
+        autocast=recipe.trainer.precision == "bf16-mixed" and not zero,
         checkpointing=recipe.model.gradient_checkpointing,
         loss_chunk=recipe.trainer.loss_chunk,
         tiled_mlp=tiled_mlp,

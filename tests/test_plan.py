@@ -1,6 +1,9 @@
 """The plan's arithmetic against a real step: parameters, gradients, AdamW's state, what the backward needs."""
 
+import json
+import os
 import re
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -31,7 +34,7 @@ def storages(tensors):
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-def measured(config, anchors, checkpointing, batch=2, length=128, dtype="float32", chunk=32):
+def measured(config, anchors, checkpointing, batch=2, length=128, dtype="float32", chunk=32, autocast=False):
     """Bytes of parameters, gradients, AdamW's state, and what the forward of one real step saved for the backward."""
     torch.manual_seed(0)
     module = PodModule(
@@ -51,7 +54,8 @@ def measured(config, anchors, checkpointing, batch=2, length=128, dtype="float32
 
     ids = torch.randint(0, config["vocab_size"], (batch, length))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        total, count = module.loss({"input_ids": ids})
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            total, count = module.loss({"input_ids": ids})
     kept = storages(saved.values())
     (total / count).backward()
     optimizer = module.configure_optimizers()["optimizer"]
@@ -88,6 +92,60 @@ def test_a_real_step(changes, anchors, dtype, checkpointing):
     assert plan.checkpoints == pytest.approx(kept, rel=0.05)
     other = replace(plan, checkpointing=not checkpointing).checkpoints
     assert other != pytest.approx(kept, rel=0.3)  # the comparison above can fail
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_a_real_step_under_autocast(checkpointing):
+    parameters, gradients, optimizer, kept = measured(CONFIG, ANCHORS, checkpointing, autocast=True)
+    plan = Memory(
+        Shape.from_config(CONFIG), Sharing.of_anchors(ANCHORS), length=128, micro_batch=2, activation_bytes=2,
+        autocast=True, checkpointing=checkpointing,
+    )  # fmt: skip
+    assert (plan.parameters, plan.gradients, plan.optimizer) == (parameters, gradients, optimizer)
+    assert plan.checkpoints == pytest.approx(kept, rel=0.05)
+
+
+ZERO = """
+import gc, json, sys, torch, deepspeed
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # half a minute of compiling
+from transformers import AutoConfig, AutoModelForCausalLM
+torch.distributed.init_process_group("gloo")
+fields = json.loads(sys.argv[1])
+model = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
+zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": sys.argv[2] == "2"}, "zero_optimization": zero}
+config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+adamw = torch.optim.AdamW(model.parameters())
+engine, optimizer, *_ = deepspeed.initialize(model=model, optimizer=adamw, config=config)
+ids = torch.arange(64)[None]
+engine.backward(engine(input_ids=ids, labels=ids).loss)
+gradients = optimizer.grad_partitions_flat_buffer.nbytes
+engine.step()
+states = [value for state in optimizer.optimizer.state.values() for value in state.values() if value.dim()]
+weights = [parameter.ds_tensor for parameter in model.parameters()]
+count = lambda tensors: sum(tensor.nbytes for tensor in tensors)
+print("BYTES", count(weights), gradients, count([*states, *optimizer.fp32_partitioned_groups_flat]))
+del engine, optimizer, model
+gc.collect()
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("activation_bytes", [2, 4])
+def test_a_real_step_of_zero_3(activation_bytes):
+    pytest.importorskip("deepspeed", reason="deepspeed is not installed")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", ZERO, json.dumps(CONFIG), str(activation_bytes)],
+        env={**os.environ, **where, "DS_ACCELERATOR": "cpu"}, capture_output=True, text=True,
+    )  # fmt: skip
+    found = re.search(r"BYTES (\d+) (\d+) (\d+)", done.stdout)
+    assert found, done.stderr
+    plan = Memory(Shape.from_config(CONFIG), Sharing(), length=64, zero=True, activation_bytes=activation_bytes)
+    assert (plan.parameters, plan.gradients, plan.optimizer) == tuple(map(int, found.groups()))
 
 
 def test_the_anchors_share_of_the_checkpoints():
