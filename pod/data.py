@@ -39,6 +39,101 @@ SHARD_BYTES = 2**30
 KINDS = ("tokens", "documents", "answers")  # of files; the first is always there
 
 
+class ShardWriter:
+    """Writes the files of one shard: its tokens, its document ids unless every sample is one document, its answers.
+
+    Args:
+        directory: where the files go.
+        split, number: which shard, as in its files' names.
+        sequence_length, vocab_size: as in `SampleWriter`.
+        documents, answers: whether samples come with document ids, and with marked answers.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        split: str,
+        number: int,
+        *,
+        sequence_length: int,
+        vocab_size: int,
+        documents: bool,
+        answers: bool = False,
+    ) -> None:
+        self.sequence_length = sequence_length
+        self.vocab_size = vocab_size
+        self.dtype = token_dtype(vocab_size)
+        self.samples = self.tokens = 0
+        kinds = ["tokens"] + ["documents"] * documents + ["answers"] * answers
+        self._names = {kind: f"{kind}-{split}-{number:05d}.bin" for kind in kinds}
+        self._files = {kind: open(directory / name, "wb") for kind, name in self._names.items()}
+        self._digests = {kind: hashlib.sha256() for kind in kinds}
+
+    def add(
+        self, tokens: np.ndarray, document_ids: np.ndarray | None = None, answers: np.ndarray | None = None
+    ) -> None:
+        """Append samples.
+
+        Args:
+            tokens: [T] or [n, T] integers in [0, vocab_size).
+            document_ids: the same shape: non-decreasing in each sample, -1 (at the end only) for padding.
+            answers: the same shape, bool: the tokens whose accuracy validation reports.
+
+        Raises:
+            ValueError: a wrong length or id, or document ids or answers where there must be none, or none where there
+                must be.
+        """
+        tokens = np.atleast_2d(np.asarray(tokens))
+        if tokens.ndim != 2 or tokens.shape[1] != self.sequence_length:
+            raise ValueError(f"samples have shape {tokens.shape}, sequence_length is {self.sequence_length}")
+        if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
+            raise ValueError(f"token ids span {tokens.min()} to {tokens.max()}, vocab_size is {self.vocab_size}")
+        if (document_ids is not None) != ("documents" in self._files):
+            raise ValueError("document_ids: for all samples of a split or for none")
+        if (answers is not None) != ("answers" in self._files):
+            raise ValueError("answers: for all samples of a split or for none")
+        if answers is not None:
+            answers = np.atleast_2d(np.asarray(answers))
+            if answers.shape != tokens.shape or answers.dtype != bool:
+                raise ValueError(f"answers are {answers.dtype} {answers.shape}: bool, {tokens.shape} as the tokens")
+            self._append("answers", answers.astype(np.uint8))
+        padding = 0
+        if document_ids is not None:
+            document_ids = np.atleast_2d(np.asarray(document_ids))
+            span = (document_ids.min(initial=0), document_ids.max(initial=0))
+            stored = document_ids.astype("<u2")  # -1 becomes 65,535
+            in_range = -1 <= span[0] and span[1] < PADDING
+            if stored.shape != tokens.shape or not in_range or (stored[:, 1:] < stored[:, :-1]).any():
+                raise ValueError("document_ids: the shape of tokens, non-decreasing below 65,535, -1 only at the end")
+            self._append("documents", stored)
+            padding = int((stored == PADDING).sum()) if span[0] < 0 else 0
+        self._append("tokens", tokens.astype(self.dtype, copy=False))
+        self.samples += len(tokens)
+        self.tokens += tokens.size - padding
+
+    def _append(self, kind: str, values: np.ndarray) -> None:
+        content = np.ascontiguousarray(values).data
+        self._files[kind].write(content)
+        self._digests[kind].update(content)
+
+    def close(self) -> dict[str, Any]:
+        """Close the files; the shard's entry in the index: samples, and file and sha256 of each kind."""
+        for file in self._files.values():
+            file.close()
+        entries = {kind: {"file": self._names[kind], "sha256": self._digests[kind].hexdigest()} for kind in self._names}
+        return {"samples": self.samples, **entries}
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """What token ids are stored as: little-endian uint16, or uint32 above 65,535 ids."""
+    return np.dtype("<u2" if vocab_size <= 65535 else "<u4")
+
+
+def samples_of_a_shard(sequence_length: int, vocab_size: int) -> int:
+    """Samples whose tokens are about 1 GiB, at least 1."""
+    return max(1, SHARD_BYTES // (sequence_length * token_dtype(vocab_size).itemsize))
+
+
 class SampleWriter:
     """Writes a prepared directory beside its place and renames it when it is whole; a failure leaves nothing.
 
@@ -52,6 +147,13 @@ class SampleWriter:
         tokenizer: the tokenizer's name, as `data/prepare.py --tokenizer` takes it.
         force: replace a prepared directory that is there already.
         shard_samples: samples of a shard; about 1 GiB of tokens by default.
+        directory: where the files lie until the rename, on the file system of `path`. It may hold shards that other
+            processes wrote, to be adopted, and a failure leaves it as it is. By default a new temporary directory.
+
+    Attributes:
+        held_out: sha256 (hex) of the held-out documents, to be set before the end.
+        length_intervals: the lengths in tokens that part the intervals the training documents were drawn from in equal
+            shares, to be set before the end; None when they were not.
 
     Raises:
         FileExistsError: `path` exists and `force` is off, or it is something else than a prepared directory.
@@ -67,6 +169,7 @@ class SampleWriter:
         tokenizer: str,
         force: bool = False,
         shard_samples: int | None = None,
+        directory: Path | None = None,
     ) -> None:
         if sequence_length < 2:
             raise ValueError(f"sequence_length is {sequence_length}: next-token training needs at least 2")
@@ -77,11 +180,12 @@ class SampleWriter:
         self.sequence_length = sequence_length
         self.vocab_size = vocab_size
         self.tokenizer = tokenizer
-        self.dtype = np.dtype("<u2" if vocab_size <= 65535 else "<u4")
-        self.shard_samples = shard_samples or max(1, SHARD_BYTES // (sequence_length * self.dtype.itemsize))
+        self.shard_samples = shard_samples or samples_of_a_shard(sequence_length, vocab_size)
         self.splits: dict[str, dict[str, Any]] = {}
         self.held_out: list[str] = []
-        self._open: dict[str, tuple[Any, Any]] = {}
+        self.length_intervals: list[int] | None = None
+        self._directory = directory
+        self._open: dict[str, ShardWriter] = {}
         self._check_free()
 
     def _check_free(self) -> None:
@@ -93,18 +197,31 @@ class SampleWriter:
             raise FileExistsError(f"{self.path} is not a prepared directory, so --force will not replace it")
 
     def __enter__(self) -> "SampleWriter":
-        self.path.absolute().parent.mkdir(parents=True, exist_ok=True)
+        parent = self.path.absolute().parent
+        parent.mkdir(parents=True, exist_ok=True)
         # `directory` is where files lie until the rename; more files may be put there.
-        self.directory = Path(tempfile.mkdtemp(prefix=f".{self.path.name}.", dir=self.path.absolute().parent))
+        self.directory = self._directory or Path(tempfile.mkdtemp(prefix=f".{self.path.name}.", dir=parent))
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         try:
-            self._close_shards()
+            for split in list(self._open):
+                self._close_shard(split)
             if error is None:
                 self._publish()
         finally:
-            shutil.rmtree(self.directory, ignore_errors=True)
+            if self._directory is None:
+                shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _entry(self, split: str, documents: bool, answers: bool) -> dict[str, Any]:
+        if split not in ("train", "validation"):
+            raise ValueError(f"split is {split!r}: 'train' or 'validation'")
+        given = {"documents": documents, "answers": answers}
+        entry = self.splits.setdefault(split, {"samples": 0, "tokens": 0, **given, "shards": []})
+        for kind, is_given in given.items():
+            if entry[kind] != is_given:
+                raise ValueError(f"split {split!r}: {kind} for all samples or for none")
+        return entry
 
     def add(
         self,
@@ -117,77 +234,55 @@ class SampleWriter:
 
         Args:
             split: "train" or "validation".
-            tokens: [T] or [n, T] integers in [0, vocab_size).
-            document_ids: the same shape: non-decreasing in each sample, -1 (at the end only) for padding. None when
-                every sample of the split is one whole document.
-            answers: the same shape, bool: the tokens whose accuracy validation reports. None when none are marked.
+            tokens, document_ids, answers: as in `ShardWriter.add`; no document ids when every sample of the split is
+                one whole document.
 
         Raises:
             ValueError: a wrong split name, length, id, or a split with document ids or answers for some samples only.
         """
-        if split not in ("train", "validation"):
-            raise ValueError(f"split is {split!r}: 'train' or 'validation'")
         tokens = np.atleast_2d(np.asarray(tokens))
-        if tokens.ndim != 2 or tokens.shape[1] != self.sequence_length:
-            raise ValueError(f"samples have shape {tokens.shape}, sequence_length is {self.sequence_length}")
-        if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
-            raise ValueError(f"token ids span {tokens.min()} to {tokens.max()}, vocab_size is {self.vocab_size}")
         if document_ids is not None:
-            document_ids = np.atleast_2d(np.asarray(document_ids)).astype(np.int64)
-            stored = np.where(document_ids < 0, PADDING, document_ids)
-            if stored.shape != tokens.shape or stored.max(initial=0) > PADDING or (np.diff(stored) < 0).any():
-                raise ValueError("document_ids: the shape of tokens, non-decreasing below 65,535, -1 only at the end")
+            document_ids = np.atleast_2d(np.asarray(document_ids))
         if answers is not None:
             answers = np.atleast_2d(np.asarray(answers))
-            if answers.shape != tokens.shape or answers.dtype != bool:
-                raise ValueError(
-                    f"answers are {answers.dtype} {answers.shape}: bool of the tokens' shape {tokens.shape}"
-                )
-        given = {"documents": document_ids is not None, "answers": answers is not None}
-        entry = self.splits.setdefault(split, {"samples": 0, "tokens": 0, **given, "shards": []})
-        for kind, is_given in given.items():
-            if entry[kind] != is_given:
-                raise ValueError(f"split {split!r}: {kind} for all samples or for none")
+        entry = self._entry(split, document_ids is not None, answers is not None)
         while len(tokens):
-            count = min(len(tokens), self._room(split))
-            self._append(split, "tokens", tokens[:count].astype(self.dtype))
-            entry["tokens"] += count * self.sequence_length
-            if document_ids is not None:
-                self._append(split, "documents", stored[:count].astype("<u2"))
-                entry["tokens"] -= int((stored[:count] == PADDING).sum())
-                stored = stored[count:]
-            if answers is not None:
-                self._append(split, "answers", answers[:count].astype(np.uint8))
-                answers = answers[count:]
-            entry["samples"] += count
-            entry["shards"][-1]["samples"] += count
+            if split not in self._open:
+                self._open[split] = ShardWriter(
+                    self.directory,
+                    split,
+                    len(entry["shards"]),
+                    sequence_length=self.sequence_length,
+                    vocab_size=self.vocab_size,
+                    documents=entry["documents"],
+                    answers=entry["answers"],
+                )
+            shard = self._open[split]
+            count = self.shard_samples - shard.samples
+            parts = (None if part is None else part[:count] for part in (document_ids, answers))
+            shard.add(tokens[:count], *parts)
             tokens = tokens[count:]
+            answers = None if answers is None else answers[count:]
+            document_ids = None if document_ids is None else document_ids[count:]
+            if shard.samples == self.shard_samples:
+                self._close_shard(split)
 
-    def _room(self, split: str) -> int:
-        """Samples that fit into the split's last shard, after opening a new one when it is full."""
-        shards = self.splits[split]["shards"]
-        if not shards or shards[-1]["samples"] == self.shard_samples:
-            self._close_shards(split)
-            shards.append({"samples": 0})
-        return self.shard_samples - shards[-1]["samples"]
+    def adopt(self, split: str, shard: dict[str, Any], tokens: int) -> None:
+        """Append a shard that lies in `directory` already.
 
-    def _append(self, split: str, kind: str, values: np.ndarray) -> None:
-        key = f"{kind}-{split}"
-        if key not in self._open:
-            name = f"{key}-{len(self.splits[split]['shards']) - 1:05d}.bin"
-            self.splits[split]["shards"][-1][kind] = {"file": name}
-            self._open[key] = (open(self.directory / name, "wb"), hashlib.sha256())
-        file, digest = self._open[key]
-        content = np.ascontiguousarray(values).tobytes()
-        file.write(content)
-        digest.update(content)
+        Args:
+            split: "train" or "validation".
+            shard: what `ShardWriter.close` returned.
+            tokens: of the shard, without padding.
+        """
+        entry = self._entry(split, "documents" in shard, "answers" in shard)
+        entry["shards"].append(shard)
+        entry["samples"] += shard["samples"]
+        entry["tokens"] += tokens
 
-    def _close_shards(self, split: str | None = None) -> None:
-        for key in [key for key in self._open if split is None or key.endswith(f"-{split}")]:
-            kind, name = key.split("-", 1)
-            file, digest = self._open.pop(key)
-            file.close()
-            self.splits[name]["shards"][-1][kind]["sha256"] = digest.hexdigest()
+    def _close_shard(self, split: str) -> None:
+        shard = self._open.pop(split)
+        self.adopt(split, shard.close(), shard.tokens)
 
     def _publish(self) -> None:
         if not self.splits:
@@ -200,7 +295,8 @@ class SampleWriter:
             "tokenizer": self.tokenizer,
             "vocab_size": self.vocab_size,
             "sequence_length": self.sequence_length,
-            "dtype": self.dtype.name,
+            "dtype": token_dtype(self.vocab_size).name,
+            "length_intervals": self.length_intervals,
             "splits": dict(sorted(self.splits.items())),
             "held_out": {
                 "file": "held-out-sha256.txt",
@@ -214,7 +310,7 @@ class SampleWriter:
         self.directory.chmod(0o777 & ~mask)  # mkdtemp makes it private
         self._check_free()
         if self.path.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{self.path.name}.", dir=self.directory.parent))
+            old = Path(tempfile.mkdtemp(prefix=f".{self.path.name}.", dir=self.path.absolute().parent))
             os.rename(self.path, old / "old")
             os.rename(self.directory, self.path)
             shutil.rmtree(old)
@@ -227,6 +323,8 @@ class PreparedData:
 
     Attributes:
         path, tokenizer, vocab_size, sequence_length: what the index says.
+        length_intervals: the lengths in tokens that part the intervals which the training documents were drawn from in
+            equal shares; None when they were not.
         splits: the index's entry of each split: samples, tokens (without padding), documents, shards.
 
     Raises:
@@ -255,6 +353,7 @@ class PreparedData:
         self.tokenizer: str = self.index["tokenizer"]
         self.vocab_size: int = self.index["vocab_size"]
         self.sequence_length: int = self.index["sequence_length"]
+        self.length_intervals: list[int] | None = self.index.get("length_intervals")
         self.dtype = np.dtype(self.index["dtype"]).newbyteorder("<")
         self.splits: dict[str, dict[str, Any]] = self.index["splits"]
         for split in self.splits:
@@ -486,10 +585,12 @@ class PodDataModule(LightningDataModule):
         shuffle: a new permutation each epoch; else the order in the files.
         validation_path: another prepared directory to validate on: its validation split if it has one, else its
             train split. By default the validation split of `path`.
+        length_intervals: what the training documents must have been drawn by; None takes any data.
 
     Raises:
         FileNotFoundError: no prepared directory there; the message has the command that makes one.
-        ValueError: a `sequence_length` other than the prepared one, a file of the wrong size, a number out of range.
+        ValueError: a `sequence_length` or `length_intervals` other than the prepared ones, a file of the wrong size, a
+            number out of range.
     """
 
     def __init__(
@@ -501,6 +602,7 @@ class PodDataModule(LightningDataModule):
         num_workers: int = 0,
         shuffle: bool = True,
         validation_path: str | Path | None = None,
+        length_intervals: list[int] | None = None,
     ) -> None:
         super().__init__()
         if micro_batch_size < 1:
@@ -513,6 +615,12 @@ class PodDataModule(LightningDataModule):
         self.num_workers = num_workers
         self.shuffle = shuffle
         self.prepared = self._open(path)
+        if length_intervals is not None and length_intervals != self.prepared.length_intervals:
+            raise ValueError(
+                f"length_intervals is {length_intervals}, but {path} was prepared with "
+                f"{self.prepared.length_intervals}: set it to null, or prepare again with --length-intervals "
+                f"{' '.join(map(str, length_intervals))}"
+            )
         self.validation = self._open(validation_path) if validation_path is not None else None
         self._loader: ResumableLoader | None = None
         self._resume: dict[str, Any] | None = None

@@ -4,6 +4,7 @@
     python -m pod.fit --help                            # every key
     python -m pod.fit recipe=llama3-32k
     python -m pod.fit recipe=tiny trainer.max_steps=20 resume=auto
+    python -m pod.fit recipe=llama3-32k plan=true gpu=H100 utilisation=0.4    # memory, FLOPs, hours; trains nothing
 
 Analyses first when the recipe wants a saving and names no blocks file. Writes into the run's folder: `recipe.yaml`,
 `blocks.json`, `logs/` and `steps/step=N.ckpt`, `best/`.
@@ -25,6 +26,7 @@ from pod.analyze import analyze
 from pod.blocks import LayerBlocks
 from pod.data import PodDataModule
 from pod.module import PodModule
+from pod.plan import show_plan
 from pod.recipe import Recipe, accumulate, main_recipe, output_folder, save, steps, warmup_steps
 
 
@@ -144,6 +146,7 @@ def fit(recipe: Recipe) -> lightning.Trainer:
     data = PodDataModule(
         recipe.data.path,
         sequence_length=recipe.data.sequence_length,
+        length_intervals=recipe.data.length_intervals,
         micro_batch_size=recipe.data.micro_batch_size,
         seed=recipe.seed,
         num_workers=recipe.data.num_workers,
@@ -210,6 +213,8 @@ def fit(recipe: Recipe) -> lightning.Trainer:
 
 
 def main(arguments: list[str]) -> int:
+    if any(argument.startswith("plan=") for argument in arguments):
+        return show_plan(arguments)
     recipe = main_recipe(arguments, "pod.fit")
     torch.set_float32_matmul_precision("high")
     try:

@@ -91,6 +91,8 @@ class PodAttention:
         if hasattr(self, "q_norm"):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), *position_embeddings)
+        # Under autocast the projections are half precision and the rotation of q and k is not.
+        q, k = q.to(v.dtype), k.to(v.dtype)
 
         # One query with a cache reads the scores that its anchors left there: nothing has to travel.
         travels = past_key_values is None or q.shape[2] > 1 or past_key_values.get_seq_length() == 0

@@ -19,9 +19,10 @@ from transformers import (
 from pod.blocks import LayerBlocks
 from pod.loss import chunked_cross_entropy, shifted
 from pod.model import convert
+from pod.plan import GPUS
 
-# Peak bf16 FLOP/s of one device, dense, from the vendors' data sheets; utilisation is logged where the name matches.
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12}
+# Peak bf16 FLOP/s of one device; utilisation is logged where the name matches.
+PEAK_FLOPS = {name: gpu.flops for name, gpu in GPUS.items()}
 
 
 class PodModule(lightning.LightningModule):

@@ -95,6 +95,9 @@ class Data:
     """A directory of prepared samples to validate on. null: the held-out documents of `data.path`."""
     sequence_length: int = MISSING
     """Tokens in a sample."""
+    length_intervals: list[int] | None = None
+    """The lengths in tokens that part the documents into intervals of which each gives equally many tokens; the data
+    must have been prepared with them. null: as the data was prepared."""
     micro_batch_size: int = 1
     """Samples in one forward and backward pass of a process."""
     num_workers: int = 0
@@ -201,6 +204,7 @@ INTERVALS = {
     "blocks.samples": "[1, inf)",
     "blocks.last_q": "[1, inf)",
     "data.sequence_length": "[2, inf)",
+    "data.length_intervals": "[1, inf)",
     "data.micro_batch_size": "[1, inf)",
     "data.num_workers": "[0, inf)",
     "optimizer.lr": "(0, inf)",
@@ -222,7 +226,8 @@ INTERVALS = {
     "trainer.loss_chunk": "[1, inf)",
     "trainer.answer_weight": "[0, inf)",
 }
-TYPE_NAMES = {int: "int", float: "float", bool: "true or false", str: "string", list: "list of floats", dict: "mapping"}
+TYPE_NAMES = {int: "int", float: "float", bool: "true or false", str: "string", dict: "mapping"}
+TYPE_NAMES |= {list[int]: "list of ints", list[float]: "list of floats"}
 FREE = "model.config"  # the one field that is a mapping: its keys are a Hugging Face config's, not ours
 
 
@@ -274,10 +279,12 @@ def accumulate(recipe: Recipe, num_processes: int = 1) -> int:
 
 @dataclass(frozen=True)
 class Field:
-    """One key of the schema: its base type (int, float, bool, str, list or dict), whether null is allowed, its help."""
+    """One key of the schema: its base type (int, float, bool, str, list or dict), of a list what is in it, whether null
+    is allowed, its help."""
 
     key: str
     type: type
+    element: type | None
     optional: bool
     default: Any
     doc: str
@@ -285,7 +292,9 @@ class Field:
     @property
     def wanted(self) -> str:
         """The type in words."""
-        return TYPE_NAMES[self.type] + (" or null" if self.optional else "")
+        return TYPE_NAMES[list[self.element] if self.type is list else self.type] + (
+            " or null" if self.optional else ""
+        )
 
 
 @cache
@@ -313,7 +322,9 @@ def _fields(cls: type, prefix: str) -> Iterator[Field]:
             (hint,) = set(typing.get_args(hint)) - {types.NoneType}
         made = entry.default_factory is not dataclasses.MISSING
         default = entry.default_factory() if made else entry.default
-        yield Field(prefix + entry.name, typing.get_origin(hint) or hint, optional, default, docs.get(entry.name, ""))
+        kind = typing.get_origin(hint) or hint
+        element = typing.get_args(hint)[0] if kind is list else None
+        yield Field(prefix + entry.name, kind, element, optional, default, docs.get(entry.name, ""))
 
 
 def _field_docs(cls: type) -> dict[str, str]:
@@ -467,7 +478,7 @@ def _converted(entry: Field, value: Any, source: str) -> Any:
     if entry.type is list:
         if not isinstance(value, list):
             raise problem
-        return [element if _interpolated(element) else _number(element, float, problem) for element in value]
+        return [element if _interpolated(element) else _number(element, entry.element, problem) for element in value]
     if entry.type in (int, float):
         return _number(value, entry.type, problem)
     if not isinstance(value, entry.type):
@@ -724,7 +735,10 @@ def _find(name: str) -> Path:
 
 def help_text(command: str = "pod.fit") -> str:
     """The schema as text: every key with its type, default, valid values and help."""
-    lines = [f"usage: python -m {command} recipe=NAME|PATH [key=value ...]", "", _available(), ""]
+    lines = [f"usage: python -m {command} recipe=NAME|PATH [key=value ...]"]
+    if command == "pod.fit":
+        lines.append("       with plan=true [gpu=H100] [utilisation=0.4]: print memory, FLOPs and hours, train nothing")
+    lines += ["", _available(), ""]
     section = None
     for key, entry in schema().items():
         if key.rpartition(".")[0] != section:

@@ -2,7 +2,6 @@
 
 import gzip
 import hashlib
-import importlib.util
 import json
 import multiprocessing
 import pickle
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import lightning
 import numpy as np
+import prepare
 import pytest
 import torch
 from transformers import ByT5Tokenizer
@@ -20,9 +20,6 @@ from transformers import ByT5Tokenizer
 from pod.data import PodDataModule, PreparedData, PreparedDataset, SampleWriter, collate
 
 SCRIPT = Path(__file__).parents[1] / "data" / "prepare.py"
-spec = importlib.util.spec_from_file_location("prepare", SCRIPT)
-prepare = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(prepare)
 
 
 @pytest.fixture(autouse=True)

@@ -329,7 +329,8 @@ def test_values_outside_their_interval(key):
     interval = INTERVALS[key]
     low, high = interval[1:-1].split(", ")
     below = low if interval[0] == "(" else str(int(low) - 1)
-    text = f"[{below}, 0.5]" if key == "optimizer.betas" else below
+    rest = {"optimizer.betas": ", 0.5]", "data.length_intervals": "]"}.get(key)
+    text = f"[{below}{rest}" if rest else below
     assert re.fullmatch(
         rf"{re.escape(key)} must be in {re.escape(interval)}, got {below}(\.0)?", refused(f"{key}={text}")
     )

@@ -1,0 +1,205 @@
+"""Which documents a prepared directory holds, in which order, and which of their tokens lie in which sample."""
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+TOLERANCE = 0.02  # how much fewer tokens an interval of lengths may give than the poorest has
+BLOCK = 2**19  # tokens in memory at once while a shard is written
+
+
+def split_documents(hashes: np.ndarray, held_out: float, seed: int) -> tuple[dict[str, np.ndarray], int]:
+    """Assign documents to splits by their hash, and put them in the seed's order.
+
+    Args:
+        hashes: [n, 32] uint8, the sha256 of each document.
+        held_out: share of the documents held out. If it is not 0 and the hashes hold none out, the document with the
+            smallest hash is, provided that there are two.
+
+    Returns:
+        ({"train": document numbers, "validation": document numbers}, how many documents were dropped because they
+        occurred before).
+    """
+    words = np.ascontiguousarray(hashes).view(">u8").astype(np.uint64)  # the most significant first
+    ranked = np.lexsort(words.T[::-1])  # stable: of equal ones the first stays first
+    is_new = np.ones(len(ranked), bool)
+    is_new[1:] = (words[ranked[1:]] != words[ranked[:-1]]).any(axis=1)
+    first = np.sort(ranked[is_new])
+    is_held_out = np.zeros(len(words), bool)
+    is_held_out[first] = words[first, 0] < np.uint64(held_out * 2**64)
+    if held_out > 0 and len(first) > 1 and not is_held_out.any():
+        is_held_out[ranked[0]] = True
+    order = np.random.default_rng(seed).permutation(first)
+    splits = {"train": order[~is_held_out[order]], "validation": order[is_held_out[order]]}
+    return splits, len(words) - len(first)
+
+
+def draw(lengths: np.ndarray, sizes: np.ndarray, edges: list[int]) -> tuple[np.ndarray, list[dict[str, Any]]]:
+    """Draw documents so that every interval of lengths gives the same number of tokens.
+
+    Each interval gives as much as the poorest has: its documents in order while they fit, then further ones that fill
+    what is left. No document is cut or repeated.
+
+    Args:
+        lengths: [n] tokens of each document, in the order in which they are to be drawn.
+        sizes: [n] tokens that each gives to the samples.
+        edges: lengths that part the intervals, rising: [0, edges[0]), [edges[0], edges[1]), ..., [edges[-1], ...).
+
+    Returns:
+        the numbers of the drawn documents, rising, and for each interval dict(from, to, documents, tokens,
+        drawn_documents, drawn_tokens), where `to` is the first length that is too long, None for the last.
+
+    Raises:
+        ValueError: an interval has no documents, or cannot be filled to 2 %.
+    """
+    interval = np.searchsorted(edges, lengths, side="right")
+    bounds = list(zip([0, *edges], [*edges, None], strict=True))
+    available = np.bincount(interval, weights=sizes, minlength=len(bounds)).astype(np.int64)
+    names = [f"{low}.." + ("" if high is None else str(high - 1)) for low, high in bounds]
+    if not available.all():
+        empty = ", ".join(name for name, tokens in zip(names, available, strict=True) if not tokens)
+        raise ValueError(
+            f"--length-intervals {' '.join(map(str, edges))}: no training document has {empty} tokens, so no other "
+            "interval could give any: leave out an edge, or prepare more documents"
+        )
+    wanted, taken, report = int(available.min()), [], []
+    for number, (low, high) in enumerate(bounds):
+        members = np.flatnonzero(interval == number)
+        fits = np.cumsum(sizes[members]) <= wanted
+        chosen, rest = [members[fits]], members[~fits]
+        left = wanted - int(sizes[chosen[0]].sum())
+        while (fitting := np.flatnonzero(sizes[rest] <= left)).size:
+            chosen.append(rest[fitting[:1]])
+            left -= int(sizes[rest[fitting[0]]])
+            rest = rest[fitting[0] + 1 :]
+        if left > TOLERANCE * wanted:
+            raise ValueError(
+                f"--length-intervals {' '.join(map(str, edges))}: of the documents of {names[number]} tokens, "
+                f"{wanted - left} tokens can be drawn whole, wanted {wanted}, what {names[int(available.argmin())]} "
+                "has: prepare more documents, or move the edges"
+            )
+        chosen = np.concatenate(chosen)
+        taken.append(chosen)
+        report.append(
+            {"from": low, "to": high, "documents": len(members), "tokens": int(available[number])}
+            | {"drawn_documents": len(chosen), "drawn_tokens": wanted - left}
+        )
+    return np.sort(np.concatenate(taken)), report
+
+
+@dataclass
+class Plan:
+    """Where each token of a split comes from; any part of the split can be written from it alone.
+
+    Packed, sample s holds the tokens [s * T, (s + 1) * T) of all documents one after the other: a document that does
+    not fit goes on in the next sample, as a document of its own there, and only the last sample is padded. Otherwise
+    sample s is document s, cut or padded.
+
+    Attributes:
+        files: the units' ids on disk.
+        unit, begin, length: [n] of each document: which file, its first token there, its tokens (cut ones only what is
+            used).
+        sequence_length: T.
+        packed, vocab_size, pad_id: what they say.
+    """
+
+    files: list[Path]
+    unit: np.ndarray
+    begin: np.ndarray
+    length: np.ndarray
+    sequence_length: int
+    packed: bool
+    vocab_size: int
+    pad_id: int
+
+    def __post_init__(self) -> None:
+        self.dtype = np.dtype("<u2" if self.vocab_size <= 65535 else "<u4")
+        self.ends = np.cumsum(self.length)
+        self._open: dict[int, Any] = {}
+
+    @property
+    def samples(self) -> int:
+        return -(-int(self.length.sum()) // self.sequence_length) if self.packed else len(self.length)
+
+    def digest(self) -> str:
+        """Hex digest of everything that the samples depend on."""
+        names = [file.name for file in self.files]
+        digest = hashlib.sha256(repr((names, self.sequence_length, self.packed, self.vocab_size, self.pad_id)).encode())
+        for values in (self.unit, self.begin, self.length):
+            digest.update(np.ascontiguousarray(values, np.int64).data)
+        return digest.hexdigest()
+
+    def document(self, number: int, begin: int, end: int) -> np.ndarray:
+        """Tokens [begin, end) of a document."""
+        unit = int(self.unit[number])
+        if unit not in self._open:
+            if len(self._open) == 64:
+                self._open.pop(next(iter(self._open))).close()
+            self._open[unit] = open(self.files[unit], "rb")
+        size = self.dtype.itemsize
+        content = os.pread(self._open[unit].fileno(), (end - begin) * size, (int(self.begin[number]) + begin) * size)
+        return np.frombuffer(content, self.dtype)
+
+    def read(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """Samples [first, last): tokens [n, T], document_ids [n, T] (None unless packed), -1 where padded."""
+        shape = (last - first, self.sequence_length)
+        tokens = np.full(shape, self.pad_id, self.dtype)
+        if not self.packed:
+            for row, number in enumerate(range(first, last)):
+                tokens[row, : self.length[number]] = self.document(number, 0, int(self.length[number]))
+            return tokens, self._rows(first, last)
+        begin = first * self.sequence_length
+        end = min(last * self.sequence_length, int(self.ends[-1]))
+        numbers = np.arange(np.searchsorted(self.ends, begin, "right"), np.searchsorted(self.ends, end, "left") + 1)
+        stops = np.minimum(self.ends[numbers], end)
+        starts = np.maximum(self.ends[numbers] - self.length[numbers], begin)
+        flat, ids = tokens.reshape(-1), np.full(tokens.size, -1, np.int32)
+        for number, start, stop in zip(numbers.tolist(), starts.tolist(), stops.tolist(), strict=True):
+            origin = int(self.ends[number] - self.length[number])
+            flat[start - begin : stop - begin] = self.document(number, start - origin, stop - origin)
+            ids[start - begin : stop - begin] = number - numbers[0]
+        ids = ids.reshape(shape)
+        return tokens, np.where(ids < 0, -1, ids - ids[:, :1])
+
+    def _rows(self, first: int, last: int) -> np.ndarray:
+        inside = np.arange(self.sequence_length) < self.length[first:last, None]
+        return np.where(inside, 0, -1)
+
+
+def write_shard(plan: Plan, split: str, samples_of_a_shard: int, folder: Path, number: int) -> dict[str, Any]:
+    """Write one shard of a split into `folder`, unless it lies there already, whole.
+
+    Returns:
+        dict(shard, tokens), as `SampleWriter.adopt` takes them.
+    """
+    from pod.data import ShardWriter
+
+    note = folder.with_name(f"{folder.name}-{split}-{number:05d}.json")
+    if note.is_file():
+        known = json.loads(note.read_text())
+        entries = [known["shard"][kind] for kind in ("tokens", "documents")]
+        if all((folder / entry["file"]).is_file() for entry in entries):
+            if all(_sha256(folder / entry["file"]) == entry["sha256"] for entry in entries):
+                return known
+    writer = ShardWriter(
+        folder, split, number, sequence_length=plan.sequence_length, vocab_size=plan.vocab_size, documents=True
+    )
+    first, last = number * samples_of_a_shard, min((number + 1) * samples_of_a_shard, plan.samples)
+    step = max(1, BLOCK // plan.sequence_length)
+    for begin in range(first, last, step):
+        writer.add(*plan.read(begin, min(begin + step, last)))
+    done = {"shard": writer.close(), "tokens": writer.tokens}
+    aside = note.with_suffix(".tmp")
+    aside.write_text(json.dumps(done))
+    os.replace(aside, note)
+    return done
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

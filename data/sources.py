@@ -1,0 +1,288 @@
+"""What `prepare.py` reads: files and MDS shards, grouped into units, and each unit turned into token ids on disk.
+
+A unit is what one process reads at a time and what a killed run need not read again: one file of JSON lines, one MDS
+shard, or some small files of text. `read_unit` leaves three files in the work folder, named after the unit's content:
+
+    KEY.ids     every document's token ids, one after the other, uint16 or uint32
+    KEY.npy     [documents] of (length, sha256), the latter of the UTF-8 text, or of the uint32 ids of what came
+                tokenised
+    KEY.json    counts, problems, and the sha256 of the other two; written last, so it says that the unit is whole
+"""
+
+import gzip
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mds import BadShard, Shard, read_index
+
+TEXT = (".txt", ".text", ".md", ".markdown", ".py")
+LINES = (".jsonl", ".jsonl.gz")
+BYTES_VOCABULARY = 259  # ByT5Tokenizer(extra_ids=0): pad 0, eos 1, unk 2, then the 256 bytes
+DOCUMENT = np.dtype([("length", "<i8"), ("sha256", "u1", 32)])
+# A unit of text files ends with the file that reaches one of these.
+UNIT_FILES, UNIT_BYTES = 256, 2**24
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Files of text or JSON lines, or one MDS shard; `stamp` is what of them shows that they have not changed."""
+
+    files: tuple[str, ...]
+    stamp: tuple
+    shard: Shard | None = None
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How documents become ids: everything that a unit's ids depend on, beside its files."""
+
+    tokenizer: str
+    vocab_size: int
+    text_field: str
+
+    def key(self, unit: Unit) -> str:
+        """The name of the unit's files in the work folder."""
+        shard = unit.shard.text if unit.shard is not None else None
+        return hashlib.sha256(repr((self, unit.files, unit.stamp, shard)).encode()).hexdigest()[:32]
+
+
+def find_units(sources: list[str]) -> list[Unit]:
+    """The units that `sources` (files and directories) stand for, in the order of their files' names, each file once.
+
+    In a directory, an index.json of MDS shards stands for these.
+
+    Raises:
+        FileNotFoundError: a source does not exist, or no source has a readable kind of file.
+        ValueError: a file was named whose kind is not one that can be read.
+    """
+    known = TEXT + LINES
+    found: dict[str, Shard | None] = {}
+    for source in sources:
+        path = Path(source)
+        if path.is_file():
+            if not path.name.endswith(known):
+                raise ValueError(
+                    f"--source {source}: cannot read this kind of file, only {', '.join(known)}, and directories with "
+                    "the index.json of MDS shards"
+                )
+            found[str(path)] = None
+        elif path.is_dir():
+            for file in path.rglob("*"):
+                hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
+                if hidden or not file.is_file():
+                    continue
+                if file.name == "index.json":
+                    found.update({str(shard.file): shard for shard in read_index(file) or []})
+                elif file.name.endswith(known):
+                    found[str(file)] = None
+        else:
+            raise FileNotFoundError(f"--source {source}: no such file or directory")
+    if not found:
+        raise FileNotFoundError(
+            f"no input files: nothing in {', '.join(sources)} ends with {', '.join(known)} or is an index.json of MDS "
+            "shards"
+        )
+    units: list[Unit] = []
+    group: list[tuple[str, tuple]] = []
+
+    def close() -> None:
+        if group:
+            units.append(Unit(tuple(name for name, _ in group), tuple(stamp for _, stamp in group)))
+            group.clear()
+
+    for name, shard in sorted(found.items()):
+        status = os.stat(name) if os.path.exists(name) else None
+        stamp = (status.st_size, status.st_mtime_ns) if status else ()
+        if shard is not None:
+            units.append(Unit((name,), stamp, shard))
+        elif name.endswith(LINES):
+            units.append(Unit((name,), (stamp,)))
+        else:
+            group.append((name, stamp))
+            if len(group) == UNIT_FILES or sum(size for _, (size, _) in group) >= UNIT_BYTES:
+                close()
+    close()
+    return units
+
+
+def read_documents(files: tuple[str, ...], text_field: str) -> Iterator[dict[str, Any]]:
+    """Read documents of text and JSON lines; what is bad becomes a row of its own, with no text and the problem named.
+
+    Yields:
+        dict(text, file, line, problem); line counts from 1, problem is "" for a document.
+    """
+    for file in files:
+        line, empty = 1, True
+        try:
+            if file.endswith(LINES):
+                with gzip.open(file, "rb") if file.endswith(".gz") else open(file, "rb") as lines:
+                    for raw in lines:
+                        if line == 1:
+                            raw = raw.removeprefix(b"\xef\xbb\xbf")
+                        if raw.strip():
+                            empty = False
+                            text, problem = parse_line(raw, text_field)
+                            yield {"text": text, "file": file, "line": line, "problem": problem}
+                        line += 1
+                if empty:
+                    yield {"text": "", "file": file, "line": 1, "problem": "no text: the file is empty"}
+            else:
+                raw = Path(file).read_bytes().removeprefix(b"\xef\xbb\xbf")
+                try:
+                    text, problem = raw.decode("utf-8"), ""
+                except UnicodeDecodeError as error:
+                    line = raw.count(b"\n", 0, error.start) + 1
+                    text, problem = "", f"wrong encoding: not UTF-8 ({error.reason})"
+                if not problem and not text.strip():
+                    text, problem = "", "no text: the file is empty"
+                yield {"text": text, "file": file, "line": line, "problem": problem}
+        except (OSError, EOFError, zlib.error) as error:
+            yield {"text": "", "file": file, "line": line, "problem": f"cannot be read from here on: {error}"}
+
+
+def parse_line(raw: bytes, text_field: str) -> tuple[str, str]:
+    """(text, "") of one JSON line, or ("", what is wrong with it)."""
+    try:
+        record = json.loads(raw.decode("utf-8"))
+        text = record[text_field]
+        text.encode("utf-8")  # JSON may hold half a surrogate pair
+        return (text, "") if text.strip() else ("", f"no text: field {text_field!r} is empty")
+    except UnicodeDecodeError as error:
+        return "", f"wrong encoding: not UTF-8 ({error.reason})"
+    except UnicodeEncodeError as error:
+        return "", f"wrong encoding: not Unicode text ({error.reason})"
+    except (json.JSONDecodeError, RecursionError) as error:
+        return "", f"broken JSON: {error}"
+    except (KeyError, TypeError):
+        return "", f"no text: no field {text_field!r}"
+    except AttributeError:
+        return "", f"no text: field {text_field!r} is not a string"
+    except ValueError as error:  # a number of more digits than Python reads
+        return "", f"broken JSON: {error}"
+
+
+@lru_cache(maxsize=1)
+def load_tokenizer(name: str) -> tuple[Callable[[str], np.ndarray], int, int]:
+    """Resolve `--tokenizer`.
+
+    Returns:
+        (encode, vocab_size, pad_id). encode gives a document's ids [n], with the special tokens that the tokenizer
+        puts around a text, and its end-of-text token last.
+
+    Raises:
+        ValueError: no tokenizer can be loaded from there.
+    """
+    if name == "bytes":
+        # ByT5Tokenizer's ids, much faster, and "</s>" written in a text stays the four bytes that it is.
+        def encode_bytes(text: str) -> np.ndarray:
+            content = np.frombuffer(text.encode("utf-8"), np.uint8)
+            ids = np.ones(len(content) + 1, np.uint16)
+            np.add(content, 3, out=ids[:-1], dtype=np.uint16)
+            return ids
+
+        return encode_bytes, BYTES_VOCABULARY, 0
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--tokenizer {name}: 'bytes' or a tokenizer's directory. {error}") from None
+    end = tokenizer.eos_token_id
+
+    def encode(text: str) -> np.ndarray:
+        ids = tokenizer(text, verbose=False)["input_ids"]
+        return np.asarray(ids if end is None or ids[-1:] == [end] else [*ids, end], np.int64)
+
+    pad = tokenizer.pad_token_id
+    return encode, len(tokenizer), pad if pad is not None else end or 0
+
+
+def read_shard(shard: Shard, vocab_size: int) -> Iterator[np.ndarray]:
+    """The documents of an MDS shard of ProLong: token ids [n] as they lie there, without special tokens.
+
+    Raises:
+        BadShard: the shard is damaged.
+        ValueError: an id is not below `vocab_size`.
+    """
+    for number, (ids, indices) in enumerate(shard.samples(("input_ids", "indices"))):
+        if ids.ndim != 1 or indices.size % 2:
+            raise BadShard(f"{shard.file}: sample {number} has ids of shape {ids.shape}, indices {indices.shape}")
+        if ids.size and ids.max() >= vocab_size:
+            raise ValueError(
+                f"{shard.file}: sample {number} has token id {ids.max()}, the tokenizer has {vocab_size} ids: name the "
+                "tokenizer that the shards were made with"
+            )
+        for begin, end in indices.reshape(-1, 2).tolist():
+            if not begin <= end <= len(ids):
+                raise BadShard(f"{shard.file}: sample {number} of {len(ids)} tokens has a document {begin}..{end}")
+            if begin < end:
+                yield ids[begin:end]
+
+
+def read_unit(unit: Unit, reading: Reading, folder: Path, skip_bad_shards: bool) -> dict[str, Any]:
+    """Read and tokenise one unit into `folder`, unless it lies there already, whole.
+
+    Returns:
+        dict(key, documents, tokens, problems); key is None where an MDS shard is bad and skipped.
+
+    Raises:
+        BadShard: an MDS shard is bad, and `skip_bad_shards` is off.
+        ValueError: a token id that the tokenizer does not have.
+    """
+    key = reading.key(unit)
+    ids_file, table_file, note = (folder / f"{key}{suffix}" for suffix in (".ids", ".npy", ".json"))
+    if note.is_file():
+        known = json.loads(note.read_text())
+        if known["sha256"] == [_digest(ids_file), _digest(table_file)]:
+            return known["result"]
+    dtype = np.dtype("<u2" if reading.vocab_size <= 65535 else "<u4")
+    table, problems, tokens, written = bytearray(), [], 0, hashlib.sha256()
+
+    def documents() -> Iterator[tuple[np.ndarray, bytes]]:
+        if unit.shard is not None:
+            for ids in read_shard(unit.shard, reading.vocab_size):
+                yield ids, hashlib.sha256(ids.tobytes()).digest()
+            return
+        encode = load_tokenizer(reading.tokenizer)[0]
+        for row in read_documents(unit.files, reading.text_field):
+            text = row.pop("text")
+            if row["problem"]:
+                problems.append(row)
+            else:
+                yield encode(text), hashlib.sha256(text.encode()).digest()
+
+    try:
+        with open(ids_file, "wb") as file:
+            for ids, digest in documents():
+                content = np.ascontiguousarray(ids, dtype).data
+                file.write(content)
+                written.update(content)
+                table += len(ids).to_bytes(8, "little") + digest
+                tokens += len(ids)
+    except BadShard as error:
+        ids_file.unlink()
+        if not skip_bad_shards:
+            raise BadShard(f"{error}. Fetch it again, or leave it out with --skip-bad-shards") from None
+        problem = {"file": unit.files[0], "line": 0, "problem": f"bad shard, skipped: {error}"}
+        return {"key": None, "documents": 0, "tokens": 0, "problems": [problem]}
+    np.save(table_file, np.frombuffer(table, DOCUMENT))
+    result = {"key": key, "documents": len(table) // DOCUMENT.itemsize, "tokens": tokens, "problems": problems}
+    aside = note.with_suffix(".tmp")
+    aside.write_text(json.dumps({"sha256": [written.hexdigest(), _digest(table_file)], "result": result}))
+    os.replace(aside, note)
+    return result
+
+
+def _digest(path: Path) -> str | None:
+    if not path.is_file():
+        return None
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,377 @@
+"""The plan's arithmetic against a real step: parameters, gradients, AdamW's state, what the backward needs."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from pod.blocks import LayerBlocks
+from pod.config import PodLlamaConfig, PodQwen3Config
+from pod.fit import main
+from pod.model import PodLlamaForCausalLM, PodQwen3ForCausalLM
+from pod.module import PodModule
+from pod.plan import KNOWN_CONFIGS, Memory, Shape, Sharing, make_plan
+from pod.recipe import RecipeError, load_recipe, recipes
+
+ROOT = Path(__file__).parent.parent
+CONFIG = {
+    "model_type": "llama", "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
+    "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
+}  # fmt: skip
+ANCHORS = [[0, 0], [0, 1], [0, 1], [3, 1], [4, 4], [4, 5]]
+
+
+def storages(tensors):
+    """Bytes of the distinct storages behind tensors."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def measured(config, anchors, checkpointing, batch=2, length=128, dtype="float32", chunk=32, autocast=False):
+    """Bytes of parameters, gradients, AdamW's state, and what the forward of one real step saved for the backward."""
+    torch.manual_seed(0)
+    module = PodModule(
+        model_config=config, blocks=anchors, sink_size=2, recent_size=14, dtype=dtype, loss_chunk=chunk,
+        gradient_checkpointing=checkpointing,
+    )  # fmt: skip
+    module.configure_model()
+    parameters = list(module.parameters())
+    own = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+    saved = {}
+
+    def pack(tensor):
+        pointer = tensor.untyped_storage().data_ptr()
+        if pointer not in own:
+            saved[pointer] = tensor  # kept, so that no address is used twice
+        return tensor
+
+    ids = torch.randint(0, config["vocab_size"], (batch, length))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            total, count = module.loss({"input_ids": ids})
+    kept = storages(saved.values())
+    (total / count).backward()
+    optimizer = module.configure_optimizers()["optimizer"]
+    optimizer.step()
+    states = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
+    gradients = [parameter.grad for parameter in parameters]
+    return storages(parameters), storages(gradients), storages(states), kept
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize(
+    "changes, anchors, dtype",
+    [
+        ({}, ANCHORS, "float32"),
+        ({}, None, "float32"),
+        ({"tie_word_embeddings": True, "num_key_value_heads": 1}, [[0]] * 3 + [[3]] * 3, "float32"),
+        ({"model_type": "qwen3", "head_dim": 32}, ANCHORS, "float32"),
+        ({"num_hidden_layers": 3, "intermediate_size": 160}, [[0, 0], [0, 0], [0, 2]], "bfloat16"),
+    ],
+)
+def test_a_real_step(changes, anchors, dtype, checkpointing):
+    config = {**CONFIG, **changes}
+    parameters, gradients, optimizer, kept = measured(config, anchors, checkpointing, dtype=dtype)
+    plan = Memory(
+        Shape.from_config(config),
+        Sharing.of_anchors(anchors) if anchors else Sharing(),
+        length=128,
+        micro_batch=2,
+        weight_bytes=torch.finfo(getattr(torch, dtype)).bits // 8,
+        activation_bytes=torch.finfo(getattr(torch, dtype)).bits // 8,
+        checkpointing=checkpointing,
+    )
+    assert (plan.parameters, plan.gradients, plan.optimizer) == (parameters, gradients, optimizer)
+    assert plan.checkpoints == pytest.approx(kept, rel=0.05)
+    other = replace(plan, checkpointing=not checkpointing).checkpoints
+    assert other != pytest.approx(kept, rel=0.3)  # the comparison above can fail
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_a_real_step_under_autocast(checkpointing):
+    parameters, gradients, optimizer, kept = measured(CONFIG, ANCHORS, checkpointing, autocast=True)
+    plan = Memory(
+        Shape.from_config(CONFIG), Sharing.of_anchors(ANCHORS), length=128, micro_batch=2, activation_bytes=2,
+        autocast=True, checkpointing=checkpointing,
+    )  # fmt: skip
+    assert (plan.parameters, plan.gradients, plan.optimizer) == (parameters, gradients, optimizer)
+    assert plan.checkpoints == pytest.approx(kept, rel=0.05)
+
+
+ZERO = """
+import gc, json, sys, torch, deepspeed
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # half a minute of compiling
+from transformers import AutoConfig, AutoModelForCausalLM
+torch.distributed.init_process_group("gloo")
+fields = json.loads(sys.argv[1])
+model = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
+zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": sys.argv[2] == "2"}, "zero_optimization": zero}
+config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+adamw = torch.optim.AdamW(model.parameters())
+engine, optimizer, *_ = deepspeed.initialize(model=model, optimizer=adamw, config=config)
+ids = torch.arange(64)[None]
+engine.backward(engine(input_ids=ids, labels=ids).loss)
+gradients = optimizer.grad_partitions_flat_buffer.nbytes
+engine.step()
+states = [value for state in optimizer.optimizer.state.values() for value in state.values() if value.dim()]
+weights = [parameter.ds_tensor for parameter in model.parameters()]
+count = lambda tensors: sum(tensor.nbytes for tensor in tensors)
+print("BYTES", count(weights), gradients, count([*states, *optimizer.fp32_partitioned_groups_flat]))
+del engine, optimizer, model
+gc.collect()
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("activation_bytes", [2, 4])
+def test_a_real_step_of_zero_3(activation_bytes):
+    pytest.importorskip("deepspeed", reason="deepspeed is not installed")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", ZERO, json.dumps(CONFIG), str(activation_bytes)],
+        env={**os.environ, **where, "DS_ACCELERATOR": "cpu"}, capture_output=True, text=True,
+    )  # fmt: skip
+    found = re.search(r"BYTES (\d+) (\d+) (\d+)", done.stdout)
+    assert found, done.stderr
+    plan = Memory(Shape.from_config(CONFIG), Sharing(), length=64, zero=True, activation_bytes=activation_bytes)
+    assert (plan.parameters, plan.gradients, plan.optimizer) == tuple(map(int, found.groups()))
+
+
+def test_the_anchors_share_of_the_checkpoints():
+    """DESIGN.md: 30 % anchors cost 1.4x of the hidden state's memory, were every anchor handed on."""
+    shape = Shape.from_config(KNOWN_CONFIGS["meta-llama/Meta-Llama-3-8B"])
+    dense = Memory(shape, Sharing(), length=32768, activation_bytes=2)
+    shared = replace(dense, sharing=Sharing.at_most(shape, 0.35))
+    assert shared.sharing == Sharing(76, 31)
+    states = shape.layers * 2 * 32768 * shape.hidden
+    assert (shared.checkpoints - dense.checkpoints + states) / states == pytest.approx(1.37, abs=0.01)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_at_most_is_never_below_what_blocks_take(seed):
+    shape = Shape(layers=9, hidden=8, intermediate=8, heads=4, kv_heads=2, head_dim=2, vocab=9)
+    generator = torch.Generator().manual_seed(seed)
+    similarity = torch.rand(2, 9, 9, generator=generator)
+    similarity = (similarity + similarity.transpose(1, 2)) / 2
+    similarity.diagonal(dim1=1, dim2=2).fill_(1)
+    for wanted in (0.05, 0.2, 0.35):
+        blocks = LayerBlocks.for_saving(similarity, kv_saving=wanted)
+        found = Sharing.of_anchors(blocks.anchors.tolist())
+        most = Sharing.at_most(shape, blocks.kv_saving)
+        assert 0 < found.pairs <= most.pairs and 0 < found.layers <= most.layers
+
+
+@pytest.mark.parametrize(
+    "config, model",
+    [
+        ({**CONFIG}, (PodLlamaConfig, PodLlamaForCausalLM)),
+        ({**CONFIG, "model_type": "qwen3", "tie_word_embeddings": True}, (PodQwen3Config, PodQwen3ForCausalLM)),
+        (KNOWN_CONFIGS["meta-llama/Meta-Llama-3-8B"], (PodLlamaConfig, PodLlamaForCausalLM)),
+        (KNOWN_CONFIGS["meta-llama/Meta-Llama-3-70B"], (PodLlamaConfig, PodLlamaForCausalLM)),
+        (KNOWN_CONFIGS["Qwen/Qwen3-8B"], (PodQwen3Config, PodQwen3ForCausalLM)),
+        ({"model_type": "llama", "num_hidden_layers": 2}, (PodLlamaConfig, PodLlamaForCausalLM)),
+        ({"model_type": "qwen3", "num_hidden_layers": 2}, (PodQwen3Config, PodQwen3ForCausalLM)),
+    ],
+)
+def test_parameters_are_counted(config, model):
+    fields = {name: value for name, value in config.items() if name != "model_type"}
+    with torch.device("meta"):
+        built = model[1](model[0](**fields))
+    assert Shape.from_config(config).parameters == sum(parameter.numel() for parameter in built.parameters())
+
+
+def test_the_published_sizes():
+    sizes = {name: Shape.from_config(config).parameters for name, config in KNOWN_CONFIGS.items()}
+    assert sizes["meta-llama/Meta-Llama-3-8B"] == 8_030_261_248
+    assert sizes["meta-llama/Meta-Llama-3-70B"] == 70_553_706_496
+    assert sizes["Qwen/Qwen3-8B"] == 8_190_735_360
+
+
+def test_flops_are_those_of_torch():
+    """Counted by torch on a dense model: products of the matrices, and of all pairs, of which causal takes half."""
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = {name: value for name, value in CONFIG.items() if name != "model_type"}
+    config = AutoConfig.for_model("llama", **fields, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(config)
+    length = 40
+    with FlopCounterMode(display=False) as counter:
+        model(torch.zeros(1, length, dtype=torch.long), use_cache=False).logits.sum().backward()
+    matrices, attention = Shape.from_config(CONFIG).flops_per_token(length)
+    all_pairs = attention * 2 * length / (length + 1)
+    assert counter.get_total_flops() == pytest.approx(length * (matrices + all_pairs), rel=0.01)
+
+
+def test_zero_divides_the_states():
+    shape = Shape.from_config(CONFIG)
+    one = Memory(shape, Sharing(), length=128, zero=True, processes=1, activation_bytes=2)
+    eight = replace(one, processes=8)
+    for kind in ("parameters", "gradients", "optimizer"):
+        assert getattr(one, kind) == 8 * getattr(eight, kind)
+    assert one.parameters + one.gradients + one.optimizer == 16 * shape.parameters
+    assert one.checkpoints == eight.checkpoints
+
+
+def test_a_sample_is_divided():
+    shape, sharing = Shape.from_config(CONFIG), Sharing.of_anchors(ANCHORS)
+    one = Memory(shape, sharing, length=4096, zero=True, processes=4)
+    for spread in (2, 4):
+        many = replace(one, sequence_parallel=spread)
+        for kind in ("checkpoints", "mlp"):
+            assert getattr(one, kind) == spread * getattr(many, kind)
+    # Two KV heads over four GPUs: each holds one whole.
+    assert replace(one, sequence_parallel=4)._keys == replace(one, sequence_parallel=2)._keys == one._keys / 2
+
+
+@pytest.mark.parametrize("changes", [{}, {"sequence_parallel": 2}, {"offload_checkpoints": True, "tiled_mlp": True}])
+def test_the_longest_sample_fits_and_one_more_does_not(changes):
+    memory = Memory(Shape.from_config(CONFIG), Sharing.of_anchors(ANCHORS), length=1, zero=True, processes=4, **changes)
+    for limit in (4.5 * 2**30, 20 * 2**30):
+        longest = memory.longest(limit)
+        unit = memory.sequence_parallel
+        assert longest > 0 and longest % unit == 0
+        assert replace(memory, length=longest).total <= limit < replace(memory, length=longest + unit).total
+    assert memory.longest(2**30) == 0
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_every_recipe_has_a_plan(name, tmp_path, monkeypatch):
+    recipe = load_recipe([f"recipe={name}"])
+    plan = make_plan(recipe)
+    text = "\n".join(plan.lines())
+    for word in ("parameters", "gradients", "optimiser", "attention", "logits", "communication", "longest", "hours"):
+        assert word in text
+    assert max(map(len, text.splitlines())) <= 120
+    assert plan.tokens_per_step == recipe.trainer.tokens_per_batch
+    recipe.blocks.file = str(tmp_path / "blocks.json")
+    shape = plan.memory.shape
+    LayerBlocks.dense(shape.layers, shape.kv_heads).save(recipe.blocks.file)
+    assert make_plan(recipe).memory.sharing == Sharing() and not make_plan(recipe).upper_bound
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"gpu": "H101"}, "gpu=H101: must be one of H100, H200"),
+        ({"utilisation": 0.0}, r"utilisation=0.0: must be in \(0, 1\]"),
+        ({"sequence_parallel_size": 3}, "sequence_parallel_size=3 GPUs: it must divide the 8 processes"),
+        ({"num_nodes": 8, "sequence_parallel_size": 64}, "and the 32 query heads"),
+        ({"strategy": "ddp", "sequence_parallel_size": 2}, "need strategy=deepspeed"),
+        ({"strategy": "ddp", "offload_optimizer": True}, "need strategy=deepspeed"),
+    ],
+)
+def test_what_cannot_be_is_refused(options, message):
+    with pytest.raises(RecipeError, match=message):
+        make_plan(load_recipe(["recipe=llama3-32k"]), **options)
+
+
+def test_an_unknown_model_is_refused():
+    recipe = load_recipe(["recipe=llama3-32k", "model.base=someone/something"])
+    with pytest.raises(
+        RecipeError, match="someone/something: there is no .* or name one of meta-llama/Meta-Llama-3-8B"
+    ):
+        make_plan(recipe)
+    with pytest.raises(RecipeError, match="model_type 'gpt2': the plan knows llama and qwen3"):
+        Shape.from_config({"model_type": "gpt2"})
+
+
+def test_the_command_prints_the_plan(capsys):
+    assert main(["recipe=llama3-32k", "plan=true", "gpu=H200", "utilisation=0.5"]) == 0
+    out = capsys.readouterr().out
+    assert "8 H200, ZeRO-3" in out and "at 50 % of 989 TFLOP/s" in out
+    assert main(["recipe=llama3-32k", "plan=true", "gpu=H2"]) == 2
+    assert "gpu=H2: must be one of" in capsys.readouterr().err
+    for wrong, message in (("plan=1", "write plan=true"), ("utilisation=x", "wanted a number"), ("gpi=H100", "gpi")):
+        assert main(["recipe=llama3-32k", "plan=true", wrong]) == 2
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_plan_is_fast_and_starts_nothing(tmp_path):
+    code = """
+import resource, sys
+from pod.fit import main
+assert main(["recipe=llama31-128k", "plan=true"]) == 0
+import torch
+assert "deepspeed" not in sys.modules and not torch.distributed.is_initialized()
+used = resource.getrusage(resource.RUSAGE_SELF)
+assert used.ru_utime + used.ru_stime < 10, used  # CPU seconds: what the clock would say on an idle machine
+assert used.ru_maxrss < 2**20, used  # KiB: no weights
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+# docs/PLANNING.md
+
+OFFLOAD = {"strategy": "deepspeed", "offload_optimizer": True, "offload_checkpoints": True, "tiled_mlp": True}
+ALL = {**OFFLOAD, "offload_parameters": True}
+ONE = ["trainer.devices=1"]
+HALF_MILLION = [*ONE, "data.sequence_length=500000", "trainer.tokens_per_batch=500000", "trainer.max_tokens=500000"]
+DENSE = ["blocks.kv_saving=0"]
+EXAMPLES = [
+    ("32K, 8 x H100", "llama3-32k", [], {}),
+    ("32K, 8 x H100, spread over 8", "llama3-32k", [], {"sequence_parallel_size": 8}),
+    ("32K, 8 x H200", "llama3-32k", [], {"gpu": "H200"}),
+    ("128K, 8 x H100, spread over 8", "llama31-128k", [], {"sequence_parallel_size": 8}),
+    ("128K, 8 x H200, spread over 8", "llama31-128k", [], {"sequence_parallel_size": 8, "gpu": "H200"}),
+    ("128K, 8 x H200, spread over 2", "llama31-128k", [], {"sequence_parallel_size": 2, "gpu": "H200"}),
+    ("32K, 1 x H200, offload", "llama3-32k", ONE, {**OFFLOAD, "gpu": "H200"}),
+    ("128K, 1 x H200, offload", "llama31-128k", ONE, {**OFFLOAD, "gpu": "H200"}),
+    ("500K, 1 x H100, offload all", "llama31-128k", HALF_MILLION, ALL),
+    ("500K dense, 1 x H100, offload all", "llama31-128k", [*HALF_MILLION, *DENSE], ALL),
+    ("500K dense, 1 x H200, offload all", "llama31-128k", [*HALF_MILLION, *DENSE], {**ALL, "gpu": "H200"}),
+]  # fmt: skip
+
+
+def rows(title, name, overrides, options):
+    """The example's row of each of the document's two tables."""
+    plan = make_plan(load_recipe([f"recipe={name}", *overrides]), **options)
+    memory = plan.memory
+    kinds = (
+        memory.parameters, memory.gradients, memory.optimizer, memory.checkpoints, memory.attention, memory.mlp,
+        memory.logits, memory.working, memory.communication, memory.total, memory.host,
+    )  # fmt: skip
+    matrices, attention = memory.shape.flops_per_token(memory.length)
+    flops = f"{(matrices + attention) / 1e9:.1f}G | {100 * attention / (matrices + attention):.0f} %"
+    fits = "yes" if memory.total <= plan.gpu.memory else "no"
+    yield f"| {title} | " + " | ".join(f"{value / 2**30:.1f}" for value in kinds) + f" | {fits} |"
+    yield f"| {title} | {plan.longest:,} | {plan.tokens_per_step:,} | {plan.steps:,} | {flops} | {plan.hours:,.1f} |"
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example[0])
+def test_the_documents_numbers(example):
+    lines = (ROOT / "docs" / "PLANNING.md").read_text().splitlines()
+    for row in rows(*example):
+        assert row in lines, row
+
+
+def test_the_documents_tables_hold_nothing_else():
+    lines = (ROOT / "docs" / "PLANNING.md").read_text().splitlines()
+    examples = [line for line in lines if re.match(r"\| \d+K", line)]
+    assert len(examples) == 2 * len(EXAMPLES)
+
+
+def test_the_documents_text_beside_the_published_lengths():
+    text = (ROOT / "docs" / "PLANNING.md").read_text()
+    plans = [
+        make_plan(load_recipe([f"recipe={name}", *overrides]), **options) for _, name, overrides, options in EXAMPLES
+    ]
+    shared, dense, dense_h200 = (plan.longest for plan in plans[-3:])
+    said = (
+        f"reaches {dense / 1e3:.0f}K on an H100 and {dense_h200 / 1e6:.2f}M on an H200 by this arithmetic, a PoD model "
+    )
+    assert said + f"{shared / 1e3:.0f}K on an H100" in " ".join(text.split())
