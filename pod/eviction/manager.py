@@ -867,8 +867,8 @@ class EvictingStorage:
         tables = [(self.tables[anchor], head) for anchor, head in units]
         rows = [table.slots.padded(-1)[table.heads.index(head), ..., 0].long() for table, head in tables]
         newest = torch.stack([row.amax(dim=-1) for row in rows]).amax(dim=0)
-        spare = int(newest.max()) + 1
         positions = layer.near_positions.long()
+        spare = max(int(newest.max()), int(positions.max())) + 1  # the newest token may be gone
         slots = torch.empty_like(positions)
         for place, row in enumerate(rows):
             found = torch.full((row.shape[0], spare + 1), -1, device=row.device)
