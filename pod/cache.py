@@ -111,9 +111,7 @@ class PodCache(Cache):
                     f"eviction must be a method such as pod.eviction.SnapKV(budget=256), got {eviction!r}; "
                     "pod.eviction.parse makes one from text"
                 )
-            self._evicting = EvictingStorage(
-                config, eviction, self._orders, self._num_anchors, max_length, crop_slack
-            )
+            self._evicting = EvictingStorage(config, eviction, self._orders, self._num_anchors, max_length, crop_slack)
             self.is_croppable = not self._evicting.evicts_at_steps
 
     # ------------------------------------------------------------------ what transformers asks

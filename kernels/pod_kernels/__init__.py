@@ -3,16 +3,16 @@
 from pod_kernels import reference
 from pod_kernels.attention import shared_score_attention
 from pod_kernels.cached import cached_attention
+from pod_kernels.packed import PackedLayer, attention_weights, packed_attention
 from pod_kernels.segments import LayerSegments, Segments
-from pod_kernels.slots import SlotLayer, attention_weights, slot_attention
 
 __all__ = [
     "LayerSegments",
     "Segments",
-    "SlotLayer",
+    "PackedLayer",
     "attention_weights",
     "cached_attention",
     "reference",
     "shared_score_attention",
-    "slot_attention",
+    "packed_attention",
 ]

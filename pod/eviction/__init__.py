@@ -3,8 +3,8 @@
 A further method that gives scores or allocates takes at most five steps:
 
 1. Read the method's rules and write them into shared terms: what scores a token, how many are kept where, when.
-2. Write `pod/eviction/NAME.py`: a frozen dataclass below `Eviction` with the hyper-parameters, `summary`, and of the
-   hooks `score`, `allocate`, `preference` and `when` those that differ from `pod.eviction.base`.
+2. Write `pod/eviction/NAME.py`: a frozen dataclass below `Eviction` with the hyper-parameters, a first line of
+   docstring for `--eviction list`, and of the hooks `score`, `allocate`, `preference` and `when` those that differ.
 3. Say which last tokens are always kept (`protected`) and how many queries are looked at (`observed`).
 4. Enter the class in `METHODS` below: command lines and `parse` then know it.
 5. Write a plain-loop simulation in `tests/eviction/`, and compare the kept positions with it.
@@ -69,7 +69,8 @@ def describe() -> str:
         parameters = ",".join(
             one.name + ("" if one.default is MISSING else f"={str(one.default).lower()}") for one in fields(method)
         )
-        lines.append(f"{name}:{parameters}\n    {method.summary}")
+        summary = method.__doc__.split("\n")[0]
+        lines.append(f"{name}:{parameters}\n    {summary}")
     return "\n".join(lines)
 
 

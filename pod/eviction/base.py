@@ -62,7 +62,9 @@ class Observation:
         flat = scores.masked_fill(~prefix, 0 if pooling == "avg" else -torch.inf)
         flat = flat if order is None else flat.gather(-1, order)
         pool = F.avg_pool1d if pooling == "avg" else F.max_pool1d
-        flat = pool(flat.flatten(0, -2)[:, None], kernel_size, stride=1, padding=kernel_size // 2)[:, 0].view(flat.shape)
+        flat = pool(flat.flatten(0, -2)[:, None], kernel_size, stride=1, padding=kernel_size // 2)[:, 0].view(
+            flat.shape
+        )
         if order is not None:
             flat = torch.empty_like(flat).scatter_(-1, order, flat)
         return flat.masked_fill(~prefix, 0)
@@ -116,7 +118,6 @@ class Eviction:
             the prompt is in the window and helps to choose, which is unfair where several questions share a context.
 
     Class attributes:
-        summary: one line for command lines.
         positions: "absolute": a key keeps the rotation of its position in the text.
         when: 0 evicts after a prefill only, n also after every n-th decoded token.
         carries: scores stay with their tokens, and those of further queries are added.
@@ -126,7 +127,6 @@ class Eviction:
     budget: int
     query_aware: bool = field(default=True, kw_only=True)
 
-    summary: ClassVar[str] = ""
     positions: ClassVar[str] = "absolute"
     when: ClassVar[int] = 0
     carries: ClassVar[bool] = False
@@ -298,5 +298,3 @@ def _check_type(method: str, name: str, value: object, hint: type | types.UnionT
     if not fits or (isinstance(value, bool) and bool not in accepted):
         names = " or ".join("None" if one is types.NoneType else one.__name__ for one in accepted)
         raise ValueError(f"{method}: {name} must be {names}, got {value!r}")
-
-

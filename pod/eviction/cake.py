@@ -44,7 +44,6 @@ class CAKE(Eviction):
     tau1: float = 1.6
     tau2: float = 0.4
 
-    summary: ClassVar[str] = "layers share the budget by preference; scores are mean and variance of attention"
     when: ClassVar[int] = 1
 
     def __post_init__(self) -> None:

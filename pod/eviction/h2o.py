@@ -25,7 +25,6 @@ class H2O(Eviction):
 
     recent: int | None = None
 
-    summary: ClassVar[str] = "at every step, keep the recent tokens and those with the most attention so far"
     when: ClassVar[int] = 1
     carries: ClassVar[bool] = True
 

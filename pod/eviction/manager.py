@@ -27,7 +27,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from pod.blocks import LayerBlocks
 from pod.eviction.base import Eviction, Observation, Sharing, Stage, kept, lowest
-from pod_kernels import Segments, SlotLayer, attention_weights, shared_score_attention, slot_attention
+from pod_kernels import PackedLayer, Segments, attention_weights, packed_attention, shared_score_attention
 from pod_kernels.cached import MAX_LOGITS
 
 Unit = tuple[int, int]  # anchor layer, KV head
@@ -95,7 +95,7 @@ class Window:
 
 
 @dataclass
-class Layer(SlotLayer):
+class Layer(PackedLayer):
     """A layer's slots, and how many of its `near` places every row and head has empty at least."""
 
     near_room: int = 0
@@ -506,9 +506,7 @@ class EvictingStorage:
             carried=carried,
         )
         if not self.method.carries:
-            table.scores = Segments.packed(
-                table.slots.sizes, held.shape[0], 1, dtype=torch.float32, device=held.device
-            )
+            table.scores = Segments.packed(table.slots.sizes, held.shape[0], 1, dtype=torch.float32, device=held.device)
             for piece in table.scores.pieces(0):
                 heads, rows = slice(piece.head, piece.head + piece.heads), slice(piece.row, piece.row + piece.rows)
                 table.scores.view(piece)[..., 0] = scores.transpose(0, 1)[heads, rows, : piece.capacity]
@@ -738,7 +736,7 @@ class EvictingStorage:
                 for head in others
             )
         condemns = bool(self.is_decoding and self.evicts_at_steps and anchors)
-        result = slot_attention(
+        result = packed_attention(
             q,
             stored,
             positions=step.positions,

@@ -1,7 +1,6 @@
 """SnapKV (arXiv 2404.14469): keep what the prompt's last queries attend to, and its neighbours."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -30,8 +29,6 @@ class SnapKV(Eviction):
     window: int = 32
     kernel_size: int = 7
     pooling: str = "max"
-
-    summary: ClassVar[str] = "after the prefill, keep what the last queries attend to, pooled over neighbours"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -20,7 +20,6 @@ class TOVA(Eviction):
         budget: tokens kept per layer and KV head.
     """
 
-    summary: ClassVar[str] = "at every step, keep what the newest query attends to; one choice per layer"
     when: ClassVar[int] = 1
     per_layer: ClassVar[bool] = True
 

@@ -129,10 +129,7 @@ class Simulation:
             return dict(self.sums[unit])
         if isinstance(method, TOVA):
             lines = [
-                weights
-                for other, theirs in layer_attention.items()
-                if other[:2] == unit[:2]
-                for weights in theirs[-1]
+                weights for other, theirs in layer_attention.items() if other[:2] == unit[:2] for weights in theirs[-1]
             ]
             return {p: sum(line.get(p, 0.0) for line in lines) / len(lines) for p in held}
         pooled = []

@@ -8,7 +8,7 @@ one table of positions serves them all. The other layers' own keys of proximal t
 and with the slot of the values that it belongs to. Positions are those of the text (RoPE is absolute), so proximal and
 distant mean what they mean without eviction.
 
-`reference_slot_attention` is the truth: plain loops. `slot_attention` is the same, batched over segments that are alike.
+`reference_packed_attention` is the truth: plain loops. `packed_attention` is the same, batched over segments that are alike.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ HeadOf = tuple[Segments, int]  # segments, and one head in them
 
 
 @dataclass
-class SlotLayer:
+class PackedLayer:
     """What the cache holds for one layer.
 
     Attributes:
@@ -48,9 +48,9 @@ class SlotLayer:
     recent_size: int
 
 
-def reference_slot_attention(
+def reference_packed_attention(
     q: Tensor,
-    layer: SlotLayer,
+    layer: PackedLayer,
     *,
     positions: Tensor,
     slot_positions: tuple[HeadOf, ...],
@@ -58,7 +58,7 @@ def reference_slot_attention(
     distant_keys: tuple[HeadOf, ...] = (),
     scale: float | None = None,
 ) -> Tensor:
-    """The same as `slot_attention` without `scores`, one query of one head at a time. See there for the arguments."""
+    """The same as `packed_attention` without `scores`, one query of one head at a time. See there for the arguments."""
     batch, heads, count, dim = q.shape
     groups = heads // len(layer.order)
     scale = dim**-0.5 if scale is None else scale
@@ -104,9 +104,9 @@ def reference_slot_attention(
     return out
 
 
-def slot_attention(
+def packed_attention(
     q: Tensor,
-    layer: SlotLayer,
+    layer: PackedLayer,
     *,
     positions: Tensor,
     slot_positions: tuple[HeadOf, ...],
@@ -228,7 +228,7 @@ def _products(queries: Tensor, keys: Tensor) -> Tensor:
 
 
 def _with_proximal(
-    logits: Tensor, own: Tensor, positions: Tensor, near_positions: Tensor, near_slots: Tensor, layer: SlotLayer
+    logits: Tensor, own: Tensor, positions: Tensor, near_positions: Tensor, near_slots: Tensor, layer: PackedLayer
 ) -> Tensor:
     """`logits` [h, B, G, t, C] with the layer's own [h, B, G, t, M] in the slots of proximal tokens."""
     key, query = near_positions[:, :, None, :], positions[..., None]
