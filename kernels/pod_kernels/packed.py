@@ -8,7 +8,7 @@ one table of positions serves them all. The other layers' own keys of proximal t
 and with the slot of the values that it belongs to. Positions are those of the text (RoPE is absolute), so proximal and
 distant mean what they mean without eviction.
 
-`reference_packed_attention` is the truth: plain loops. `packed_attention` is the same, batched over segments that are alike.
+`reference_packed_attention` is the truth: plain loops. `packed_attention` is the same, segments of one size at once.
 """
 
 from dataclasses import dataclass

@@ -62,9 +62,8 @@ class Observation:
         flat = scores.masked_fill(~prefix, 0 if pooling == "avg" else -torch.inf)
         flat = flat if order is None else flat.gather(-1, order)
         pool = F.avg_pool1d if pooling == "avg" else F.max_pool1d
-        flat = pool(flat.flatten(0, -2)[:, None], kernel_size, stride=1, padding=kernel_size // 2)[:, 0].view(
-            flat.shape
-        )
+        lines = flat.flatten(0, -2)[:, None]
+        flat = pool(lines, kernel_size, stride=1, padding=kernel_size // 2)[:, 0].view(flat.shape)
         if order is not None:
             flat = torch.empty_like(flat).scatter_(-1, order, flat)
         return flat.masked_fill(~prefix, 0)

@@ -14,7 +14,7 @@
   earlier layers shrink at once.
 - Any other prefill (a further turn, chunks inside `cache.prefill()`) first adds its tokens to the slots. A unit is then
   evicted from after its last layer, or, inside `prefill()`, when that ends; queries of the window are kept until then.
-- Evicting after a prefill packs anew, in order of position, and frees. Evicting at a step only marks slots as empty; the
+- Evicting after a prefill packs anew, in order of position, and frees. Evicting at a step marks slots as empty and the
   next token is written there, so decoding allocates no storage, and slots are in no order.
 - `nbytes` counts keys, values, positions and (for methods that carry them) scores, capacity included.
 """
@@ -540,7 +540,7 @@ class EvictingStorage:
                 chosen = Chosen.of(keep[:, column], held[:, column])
                 changes[anchor, head] = chosen, self._sizes(chosen.counts, table.budgets[index], length)
         if changes:
-            self._repack(changes)
+            self._repack(changes, newest)
 
     def _end_prefill(self) -> None:
         """Forget what only a prefill needs."""
@@ -812,7 +812,7 @@ class EvictingStorage:
             chosen = Chosen.of(held[index] >= 0, held[index])
             more = count + (headroom or max(chosen.counts) // 8)
             changes[layer, head] = chosen, [have + more for have in chosen.counts]
-        self._repack(changes)
+        self._repack(changes, self.step.before - 1)
 
     def _empty_layer(self, layer: int, keys: Tensor, values: Tensor) -> Layer:
         """Slots for a layer whose units have theirs."""
@@ -833,8 +833,12 @@ class EvictingStorage:
             recent_size=self.config.recent_size,
         )
 
-    def _repack(self, changes: dict[Unit, tuple[Chosen, list[int]]]) -> None:
-        """Give units new slots: what was chosen of their tokens, in order, in as many slots as said."""
+    def _repack(self, changes: dict[Unit, tuple[Chosen, list[int]]], newest: Tensor) -> None:
+        """Give units new slots: what was chosen of their tokens, in order, in as many slots as said.
+
+        Args:
+            newest: [B] the newest token that all of their layers have.
+        """
         batch = len(next(iter(changes.values()))[1])
         for anchor in {anchor for anchor, _ in changes}:
             table = self.tables[anchor]
@@ -858,15 +862,15 @@ class EvictingStorage:
                 continue
             layer.values = _repacked(layer.values, by_place, batch)
             if layer.near_keys.numel():
-                self._relink(layer, units[layer.num_anchors :])
+                self._relink(layer, units[layer.num_anchors :], newest)
 
-    def _relink(self, layer: Layer, units: list[Unit]) -> None:
+    def _relink(self, layer: Layer, units: list[Unit], newest: Tensor) -> None:
         """Find the slots of own keys again, and drop those whose token is gone."""
         tables = [(self.tables[anchor], head) for anchor, head in units]
         rows = [table.slots.padded(-1)[table.heads.index(head), ..., 0].long() for table, head in tables]
-        newest = torch.stack([row.amax(dim=-1) for row in rows]).amax(dim=0)
         positions = layer.near_positions.long()
-        spare = max(int(newest.max()), int(positions.max())) + 1  # the newest token may be gone
+        # Tables of other heads may have tokens of this forward that `newest` leaves out, or lack the newest one.
+        spare = max(int(positions.max()), *(int(row.max()) for row in rows)) + 1
         slots = torch.empty_like(positions)
         for place, row in enumerate(rows):
             found = torch.full((row.shape[0], spare + 1), -1, device=row.device)
@@ -904,7 +908,7 @@ def _repacked(
     sizes = [changes[head][1] if head in changes else old for head, old in enumerate(segments.sizes)]
     data = segments.data
     new = Segments.packed(sizes, batch, data.shape[1], dtype=data.dtype, device=data.device, fill=fill)
-    for head, old in enumerate(segments.sizes):
+    for head in range(len(sizes)):
         if head in changes:
             chosen = changes[head][0]
             _fill(new, head, chosen, data[segments.offsets[chosen.rows, head] + chosen.sources])
