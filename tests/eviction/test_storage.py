@@ -421,3 +421,46 @@ def test_a_prompt_shorter_than_the_window_loses_nothing(method):
     ids = tokens(1, 3)
     assert_close(fed(model, cache, ids), recomputed(model, ids))
     assert cache.positions(2).tolist() == [[[0, 1, 2]] * 2]
+
+
+@pytest.mark.parametrize("which", BOTH)
+@named(TIGHT)
+def test_only_the_windows_queries_are_looked_at(method, which, monkeypatch):
+    from pod.eviction import manager
+
+    model, seen = build(*which), []
+    weights = manager.attention_weights
+
+    def counting(q, *args):
+        seen.append(q.shape[3])
+        return weights(q, *args)
+
+    monkeypatch.setattr(manager, "attention_weights", counting)
+    monkeypatch.setattr(manager, "MAX_LOGITS", 2 * 4 * 60 * 7)  # seven queries of H2O at once, at most fourteen
+    cache = pod.PodCache(model.config, eviction=method)
+    fed(model, cache, tokens(2, 60))
+    fed(model, cache, tokens(2, 5))
+    fed(model, cache, tokens(2, 1))
+    assert seen and max(seen) <= (14 if isinstance(method, H2O) else method.observed)
+
+
+@named(TIGHT)
+def test_half_precision(method):
+    model = copy.deepcopy(build()).bfloat16()
+    cache = pod.PodCache(model.config, eviction=method)
+    out = fed(model, cache, tokens(2, 40))
+    _, logits, _ = greedy(model, cache, out, 5)
+    fed(model, cache, tokens(2, 4))
+    assert logits.dtype == torch.bfloat16 and logits.isfinite().all()
+    assert cache._evicting.layers[1].values.data.dtype == torch.bfloat16
+
+
+def test_eviction_on_the_command_line(capsys):
+    from pod.generate import main
+
+    assert main(["--eviction", "list"]) == 0
+    assert "snapkv:budget" in capsys.readouterr().out
+    assert main(["--ckpt", "nowhere", "--prompt", "x", "--eviction", "h2p:budget=3"]) == 2
+    assert "did you mean 'h2o'" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--eviction", "h2o:budget=3"])
