@@ -104,6 +104,7 @@ class PodCache(Cache):
         self._even = True
         self._in_prefill = False
         self._step: Step | None = None
+        self.eviction = eviction
         self._evicting: EvictingStorage | None = None
         if eviction is not None:
             if not isinstance(eviction, Eviction):
@@ -112,12 +113,14 @@ class PodCache(Cache):
                     "pod.eviction.parse makes one from text"
                 )
             self._evicting = EvictingStorage(config, eviction, self._orders, self._num_anchors, max_length, crop_slack)
-            self.is_croppable = not self._evicting.evicts_at_steps
 
     # ------------------------------------------------------------------ what transformers asks
 
     is_compileable = False
-    is_croppable = True
+
+    @property
+    def is_croppable(self) -> bool:
+        return self._evicting is None or not self._evicting.evicts_at_steps
 
     def __len__(self) -> int:
         return self._num_layers

@@ -228,6 +228,10 @@ class EvictingStorage:
 
     def begin(self, step) -> None:
         """Take note of what one forward adds (`pod.cache.Step`)."""
+        if self.step is not None:  # a forward that failed left its tokens in some layers
+            self.crop(self.step.before, 0)
+            for table in self.tables.values():
+                table.condemned = table.targets = None
         self.step = step
         self.count = step.positions.shape[1]
         self.is_direct = step.is_first and not self.in_prefill and not self.is_frozen

@@ -464,3 +464,67 @@ def test_eviction_on_the_command_line(capsys):
     assert "did you mean 'h2o'" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["--eviction", "h2o:budget=3"])
+
+
+@pytest.mark.parametrize("which", BOTH)
+@named(TIGHT)
+@pytest.mark.parametrize("count", [1, 6])
+def test_a_failed_forward_can_be_repeated(method, which, count):
+    model = build(*which)
+    cache = pod.PodCache(model.config, eviction=method)
+    fed(model, cache, tokens(2, 40))
+    fed(model, cache, tokens(2, 1))
+    expected = copy.deepcopy(cache)
+    wanted = [fed(model, expected, tokens(2, count, seed=9)), fed(model, expected, tokens(2, 1, seed=5))]
+
+    def fail(*args):
+        raise RuntimeError("out of memory")
+
+    handle = model.model.layers[3].register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        fed(model, cache, tokens(2, count))
+    handle.remove()
+    got = [fed(model, cache, tokens(2, count, seed=9)), fed(model, cache, tokens(2, 1, seed=5))]
+    if count == 1:  # several tokens are evicted from the first blocks before the failure, as a prefill is
+        assert_close(got[0], wanted[0])
+        assert_close(got[1], wanted[1])
+    for layer in range(5):
+        positions = cache.positions(layer)
+        for held in positions.flatten(0, 1).tolist():
+            real = [position for position in held if position >= 0]
+            assert len(set(real)) == len(real) and max(real) <= 41 + count
+
+
+class EveryThird(H2O):
+    """Heavy hitters, evicted after every third token."""
+
+    when = 3
+
+
+@pytest.mark.parametrize("which", BOTH)
+@pytest.mark.parametrize("max_length", [None, 80])
+def test_evicting_every_third_step(which, max_length):
+    model = build(*which)
+    cache = pod.PodCache(model.config, eviction=EveryThird(16), max_length=max_length)
+    fed(model, cache, tokens(2, 40))
+    held = [storage.data_ptr() for storage in cache.storages()]
+    for step in range(1, 10):
+        fed(model, cache, tokens(2, 1, seed=step))
+        for layer in range(5):
+            assert ((cache.positions(layer) >= 0).sum(dim=-1) == 16 + step % 3).all()
+        assert [storage.data_ptr() for storage in cache.storages()] == held
+
+
+@named(TIGHT)
+def test_a_row_of_padding_only(method):
+    model = build()
+    cache = pod.PodCache(model.config, eviction=method)
+    mask = torch.ones(2, 30, dtype=torch.long)
+    mask[1] = 0
+    fed(model, cache, tokens(2, 30), mask)
+    alone = pod.PodCache(model.config, eviction=method)
+    for step in range(4):
+        mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+        new = tokens(2, 1, seed=step)
+        assert_close(fed(model, cache, new, mask)[1], fed(model, alone, new[1:])[0])
+    assert cache.positions(0)[1, 0, :4].tolist() == [0, 1, 2, 3]
