@@ -266,10 +266,11 @@ class EvictingStorage:
         """Attend, and keep what the method says; arguments as `PodCache.attend`."""
         step = self.step
         self.scale = scale
-        order = list(self.orders[layer])
-        stored_k = k.detach().transpose(0, 1)[order]  # [H_kv, B, T, D] in storage order
-        stored_v = v.detach().transpose(0, 1)[order]
-        queries = self._grouped(q.detach(), layer)
+        stored_k = self._ordered(k, layer)
+        stored_v = self._ordered(v, layer)
+        # Only the queries that will be looked at: grouping copies.
+        last = self.count if self.method.carries else max(self.method.observed, self.method.preference_window)
+        queries = self._grouped(q.detach()[:, :, -last:], layer)
         if not self.is_direct:
             self._append(layer, queries, stored_k, stored_v)
         if step.is_first:
@@ -326,7 +327,7 @@ class EvictingStorage:
         if removed > self.added:
             raise ValueError(
                 f"cannot take back {removed} tokens: {name} evicted after the prefill, {self.added} tokens ago, with "
-                "the others in view"
+                "the others in view. For draft tokens make the method with query_aware=False, which evicts only once"
             )
 
     def crop(self, lengths: Tensor, removed: int) -> None:
@@ -410,6 +411,11 @@ class EvictingStorage:
                 del self.prefill.chosen[unit]
 
     # ------------------------------------------------------------------ decisions
+
+    def _ordered(self, new: Tensor, layer: int) -> Tensor:
+        """[B, H_kv, T, D] -> [H_kv, B, T, D] in storage order, a view where that is the order of the heads."""
+        new, order = new.detach().transpose(0, 1), self.orders[layer]
+        return new if order == tuple(range(len(order))) else new[list(order)]
 
     def _grouped(self, q: Tensor, layer: int) -> Tensor:
         """[B, H, T, D] -> the anchor heads' [A, B, G, T, D] in storage order."""
