@@ -19,6 +19,7 @@
 - `nbytes` counts keys, values, positions and (for methods that carry them) scores, capacity included.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -334,10 +335,8 @@ class EvictingStorage:
         """Forget the positions from `lengths` [B] on."""
         self.added -= removed
         for table in self.tables.values():
-            for piece in table.slots.pieces(0):
-                held = table.slots.view(piece)
-                bound = lengths[piece.row : piece.row + piece.rows, None, None]
-                held.masked_fill_(held >= bound, -1)
+            for (_, rows, _), held in _views(table.slots):
+                held.masked_fill_(held >= lengths[rows, None], -1)
             table.room += removed
         for layer in filter(None, self.layers):
             layer.near_positions.masked_fill_(layer.near_positions >= lengths[:, None], -1)
@@ -348,13 +347,10 @@ class EvictingStorage:
         """Choose for the units anchored here, and copy what is chosen of all heads."""
         step, anchors = self.step, self.num_anchors[layer]
         batch = keys.shape[1]
-        options = {"dtype": keys.dtype, "device": keys.device}
         newest = step.positions[:, -1]
         if anchors:
             held = step.positions[:, None].expand(batch, anchors, -1)
-            scores, preference = self._scored(
-                queries, step.positions, keys[:anchors], held, newest=newest, in_order=True, decoding=False
-            )
+            scores, preference = self._scored(queries, step.positions, keys[:anchors], held, newest)
             heads = self.orders[layer][:anchors]
             live = [(newest + 1).tolist()] * anchors
             budgets = self._allocated(Stage(layer, heads, live, scores, preference), newest)
@@ -379,20 +375,8 @@ class EvictingStorage:
             self.tables[layer] = table
             self._count_room(table)
         units = [(self.anchors[layer][head], head) for head in self.orders[layer]]
-        sizes = [self.tables[anchor].slots.sizes[self.tables[anchor].heads.index(head)] for anchor, head in units]
-        dim = keys.shape[-1]
         others = len(units) - anchors
-        self.layers[layer] = stored = Layer(
-            order=self.orders[layer],
-            num_anchors=anchors,
-            values=Segments.packed(sizes, batch, values.shape[-1], **options),
-            keys=Segments.packed(sizes[:anchors], batch, dim, **options),
-            near_keys=keys.new_empty(others, batch, 0, dim),
-            near_positions=torch.empty(others, batch, 0, dtype=torch.int32, device=keys.device),
-            near_slots=torch.empty(others, batch, 0, dtype=torch.int32, device=keys.device),
-            sink_size=self.config.sink_size,
-            recent_size=self.config.recent_size,
-        )
+        self.layers[layer] = stored = self._empty_layer(layer, keys, values)
         for place, unit in enumerate(units):
             chosen = self.prefill.chosen[unit]
             _fill(stored.values, place, chosen, values[place, chosen.rows, chosen.sources])
@@ -428,16 +412,20 @@ class EvictingStorage:
         positions: Tensor,
         keys: Tensor,
         held: Tensor,
-        *,
         newest: Tensor,
-        in_order: bool,
-        decoding: bool,
         carried: Tensor | None = None,
     ) -> tuple[Tensor, list[float] | None]:
-        """Scores [B, A, N] by a prefill's queries [A, B, G, T, D], and the layer's preference [B]."""
+        """Scores [B, A, N] by a prefill's queries, and the layer's preference [B].
+
+        Args:
+            queries, positions: [A, B, G, T, D] and [B, T].
+            keys, held: [A, B, N, D] and [B, A, N], in order of position.
+            newest: [B].
+            carried: scores that earlier queries, and these, have added up to.
+        """
 
         def observation(count: int) -> Observation:
-            return self._observation(queries, positions, keys, held, slice(-count, None), newest, in_order, decoding)
+            return self._observation(queries[..., -count:, :], positions[:, -count:], keys, held, newest)
 
         method = self.method
         seen = None
@@ -453,11 +441,11 @@ class EvictingStorage:
             preference = method.preference(seen).tolist()
         return scores, preference
 
-    def _observation(self, queries, positions, keys, held, part, newest, in_order, decoding) -> Observation:
-        weights = attention_weights(
-            queries[..., part, :], keys, held.transpose(0, 1), positions[:, part], self.scale
-        ).transpose(0, 1)
-        return Observation(weights, held, newest, in_order, decoding)
+    def _observation(
+        self, queries: Tensor, positions: Tensor, keys: Tensor, held: Tensor, newest: Tensor
+    ) -> Observation:
+        weights = attention_weights(queries, keys, held.transpose(0, 1), positions, self.scale)
+        return Observation(weights.transpose(0, 1), held, newest, in_order=True, decoding=False)
 
     def _summed(self, queries: Tensor, positions: Tensor, keys: Tensor, held: Tensor, newest: Tensor) -> Tensor:
         """Scores [B, A, N] that add up over queries, a few of these at a time."""
@@ -466,9 +454,8 @@ class EvictingStorage:
         total = torch.zeros(held.shape, dtype=torch.float32, device=keys.device)
         for first in range(0, count, chunk):
             part = slice(first, first + chunk)
-            total += self.method.score(
-                self._observation(queries, positions, keys, held, part, newest, in_order=True, decoding=False)
-            )
+            seen = self._observation(queries[..., part, :], positions[:, part], keys, held, newest)
+            total += self.method.score(seen)
         return total
 
     def _forced(self, layer: int, heads: tuple[int, ...], held: Tensor, newest: Tensor) -> Tensor:
@@ -506,20 +493,11 @@ class EvictingStorage:
         held = table.slots.padded(-1)[..., 0].transpose(0, 1).long()
         carried = table.scores.padded(0)[..., 0].transpose(0, 1) if self.method.carries else None
         scores, preference = self._scored(
-            window.queries,
-            window.positions,
-            stored.keys.padded(0),
-            held,
-            newest=newest,
-            in_order=True,
-            decoding=False,
-            carried=carried,
+            window.queries, window.positions, stored.keys.padded(0), held, newest, carried
         )
         if not self.method.carries:
             table.scores = Segments.packed(table.slots.sizes, held.shape[0], 1, dtype=torch.float32, device=held.device)
-            for piece in table.scores.pieces(0):
-                heads, rows = slice(piece.head, piece.head + piece.heads), slice(piece.row, piece.row + piece.rows)
-                table.scores.view(piece)[..., 0] = scores.transpose(0, 1)[heads, rows, : piece.capacity]
+            _add(table.scores, scores)
         table.held = (held >= 0).sum(dim=-1).t().tolist()
         table.budgets = self._allocated(Stage(layer, table.heads, table.held, scores, preference), newest)
         table.targets = self._targets(table.held, table.budgets, newest)
@@ -570,9 +548,7 @@ class EvictingStorage:
         seen = Observation(weights.transpose(0, 1), held, newest, in_order=False, decoding=True)
         scores = self.method.score(seen)
         if self.method.carries:
-            for piece in table.scores.pieces(0):
-                heads, rows = slice(piece.head, piece.head + piece.heads), slice(piece.row, piece.row + piece.rows)
-                table.scores.view(piece)[..., 0] += scores.transpose(0, 1)[heads, rows, : piece.capacity]
+            _add(table.scores, scores)
             scores = table.scores.padded(0)[..., 0].transpose(0, 1)
         if (self.decoded + 1) % self.method.when:
             return
@@ -598,10 +574,8 @@ class EvictingStorage:
                 gone = condemned.gather(1, layer.near_slots[place].long())
                 layer.near_positions[place].masked_fill_(gone, -1)
         for table in evicting:
-            for piece in table.slots.pieces(0):
-                heads, rows = slice(piece.head, piece.head + piece.heads), slice(piece.row, piece.row + piece.rows)
-                gone = table.condemned[heads, rows, : piece.capacity]
-                table.slots.view(piece)[..., 0].masked_fill_(gone, -1)
+            for piece, held in _views(table.slots):
+                held.masked_fill_(table.condemned[piece], -1)
             table.condemned = None
             table.has_holes = True
             self._count_room(table, at_budget=True)
@@ -653,9 +627,7 @@ class EvictingStorage:
             held = table.slots.padded(-1)[..., 0].transpose(0, 1).long()
             positions = self.step.positions
             more = self._summed(queries, positions, stored.keys.padded(0), held, positions[:, -1])
-            for piece in table.scores.pieces(0):
-                heads, rows = slice(piece.head, piece.head + piece.heads), slice(piece.row, piece.row + piece.rows)
-                table.scores.view(piece)[..., 0] += more.transpose(0, 1)[heads, rows, : piece.capacity]
+            _add(table.scores, more)
         last = max(self.method.observed, self.method.preference_window)
         window = Window(queries[..., -last:, :], self.step.positions[:, -last:])
         if layer in self.prefill.windows:
@@ -895,6 +867,19 @@ class EvictingStorage:
 def _counts(counts: list[list[int]], device: torch.device) -> Tensor:
     """[A][B] -> [B, A] int64."""
     return torch.tensor(counts, device=device).t()
+
+
+def _views(segments: Segments) -> Iterator[tuple[tuple[slice, slice, slice], Tensor]]:
+    """Views [h, b, C] of segments of single numbers, each with its place in the padded [H, B, N]."""
+    for piece in segments.pieces(0):
+        heads, rows = slice(piece.head, piece.head + piece.heads), slice(piece.row, piece.row + piece.rows)
+        yield (heads, rows, slice(piece.capacity)), segments.view(piece)[..., 0]
+
+
+def _add(segments: Segments, more: Tensor) -> None:
+    """Add [B, H, N] to segments of single numbers."""
+    for place, view in _views(segments):
+        view += more.transpose(0, 1)[place]
 
 
 def _fill(segments: Segments, head: int, chosen: Chosen, data: Tensor) -> None:
