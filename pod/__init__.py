@@ -2,7 +2,7 @@
 
 import importlib
 
-from pod import similarity
+from pod import eviction, similarity
 from pod.blocks import LayerBlocks
 from pod.cache import PodCache
 from pod.config import PodLlamaConfig, PodQwen3Config
@@ -28,5 +28,6 @@ __all__ = [
     "PodQwen3Config",
     "PodQwen3ForCausalLM",
     "convert",
+    "eviction",
     "similarity",
 ]

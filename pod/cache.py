@@ -19,6 +19,8 @@ from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 
 from pod.blocks import LayerBlocks
+from pod.eviction.base import Eviction
+from pod.eviction.manager import EvictingStorage
 from pod_kernels import LayerSegments, Segments, cached_attention, shared_score_attention
 
 
@@ -48,13 +50,20 @@ class PodCache(Cache):
         config: the PoD model's config; says layers, heads, blocks, sink and recent sizes.
         max_length: tokens that each row will reach. Storage is then allocated once; without it, storage grows by an
             eighth when full. `generate` sets it.
+        eviction: a method of `pod.eviction`; None keeps every token. See `pod.eviction.manager` for what is stored.
         crop_slack: how many of the last tokens `crop` can take back (rejected draft tokens).
 
     Raises:
-        ValueError: `config` is not a PoD config; a size is out of range.
+        ValueError: `config` is not a PoD config; a size is out of range; the budget is below what is always kept.
     """
 
-    def __init__(self, config: PreTrainedConfig, max_length: int | None = None, crop_slack: int = 64) -> None:
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        max_length: int | None = None,
+        eviction: Eviction | None = None,
+        crop_slack: int = 64,
+    ) -> None:
         super().__init__(layers=[])
         if not hasattr(config, "share") or not hasattr(config, "blocks"):
             raise ValueError(
@@ -95,11 +104,23 @@ class PodCache(Cache):
         self._even = True
         self._in_prefill = False
         self._step: Step | None = None
+        self.eviction = eviction
+        self._evicting: EvictingStorage | None = None
+        if eviction is not None:
+            if not isinstance(eviction, Eviction):
+                raise ValueError(
+                    f"eviction must be a method such as pod.eviction.SnapKV(budget=256), got {eviction!r}; "
+                    "pod.eviction.parse makes one from text"
+                )
+            self._evicting = EvictingStorage(config, eviction, self._orders, self._num_anchors, max_length, crop_slack)
 
     # ------------------------------------------------------------------ what transformers asks
 
     is_compileable = False
-    is_croppable = True
+
+    @property
+    def is_croppable(self) -> bool:
+        return self._evicting is None or not self._evicting.evicts_at_steps
 
     def __len__(self) -> int:
         return self._num_layers
@@ -144,10 +165,12 @@ class PodCache(Cache):
 
     def nbytes(self) -> int:
         """Bytes of the storages, capacity included; the workspace of one step's distant scores is not in it."""
+        if self._evicting is not None:
+            return sum(storage.untyped_storage().nbytes() for storage in self._evicting.storages())
         return sum(part.nbytes() for segments in self._segments for part in self._parts(segments))
 
     def expected_nbytes(self, length: int, batch: int = 1, itemsize: int = 2) -> int:
-        """Bytes by the formula of this module for `length` tokens in each of `batch` rows."""
+        """Bytes by the formula of this module for `length` tokens in each of `batch` rows, none of them evicted."""
         near = min(length, self.config.sink_size + self.config.recent_size + self.crop_slack)
         total = self._num_layers * self._num_kv_heads
         anchors = sum(self._num_anchors)
@@ -155,6 +178,8 @@ class PodCache(Cache):
 
     def storages(self) -> list[Tensor]:
         """Every tensor that `nbytes` counts."""
+        if self._evicting is not None:
+            return self._evicting.storages()
         return [part.data for segments in self._segments for part in self._parts(segments)]
 
     def positions(self, layer: int) -> Tensor:
@@ -168,6 +193,8 @@ class PodCache(Cache):
         """
         if self._lengths is None:
             raise ValueError("the cache is empty: run the model with it first")
+        if self._evicting is not None:
+            return self._evicting.positions(layer)
         column = torch.arange(self._longest, device=self._lengths.device)
         kept = torch.where(column < self._lengths[:, None], column, -1)
         return kept[:, None].expand(-1, self._num_kv_heads, -1)
@@ -180,10 +207,16 @@ class PodCache(Cache):
         if self._in_prefill:
             raise ValueError("cache.prefill() is already open: close it before opening another")
         self._in_prefill = True
+        if self._evicting is not None:
+            self._evicting.open_prefill()
         try:
             yield
+            if self._evicting is not None:
+                self._evicting.close_prefill(self._lengths)
         finally:
             self._in_prefill = False
+            if self._evicting is not None:
+                self._evicting.abandon_prefill()
 
     def begin(self, config: PreTrainedConfig, inputs: Tensor, mask: Tensor | None) -> Step:
         """Make room for the tokens of one forward; the model calls this before its layers.
@@ -237,11 +270,15 @@ class PodCache(Cache):
                 "max_length to pod.PodCache, or none, and it grows"
             )
         self._step = Step(positions, self._lengths.clone(), longest, even, is_first)
+        if self._evicting is not None:
+            self._evicting.begin(self._step)
         return self._step
 
     def finish(self) -> None:
         """Count the tokens of the forward as stored; the model calls this after its last layer."""
         step = self._step
+        if self._evicting is not None:
+            self._evicting.finish()
         self._lengths.copy_(torch.maximum(step.before, step.positions.amax(dim=1) + 1))
         self._longest = step.length
         self._columns += step.positions.shape[1]
@@ -272,6 +309,9 @@ class PodCache(Cache):
             [B, H, T, D].
         """
         step = self._step
+        if self._evicting is not None:
+            out = self._evicting.attend(layer, q, k, v, q_distant, k_distant, scale)
+            return out if step.is_first or not v.requires_grad else _CacheBoundary.apply(out, v)
         count = q.shape[2]
         self._reserve(step.length, k)
         segments = self._segments[layer]
@@ -326,6 +366,8 @@ class PodCache(Cache):
         self._workspace = self._lengths = self._step = None
         self._longest = self._columns = self._most_columns = self._capacity = 0
         self._even = True
+        if self._evicting is not None:
+            self._evicting.reset()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Put row `beam_idx[b]` in the place of row b (beam search)."""
@@ -345,6 +387,9 @@ class PodCache(Cache):
         if rows.dtype == torch.bool:
             rows = rows.nonzero()[:, 0]
         self._lengths = self._lengths[rows]
+        if self._evicting is not None:
+            self._evicting.select_rows(rows)
+            return
         self._rebuild(lambda old, new: new.copy_(old[:, rows]))
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -370,9 +415,13 @@ class PodCache(Cache):
                 f"are taken back already and the shortest row holds {shortest}. Make the cache with a larger "
                 "crop_slack."
             )
+        if self._evicting is not None:
+            self._evicting.check_crop(removed)
         self._lengths -= removed
         self._longest -= removed
         self._columns -= removed
+        if self._evicting is not None:
+            self._evicting.crop(self._lengths, removed)
 
     # ------------------------------------------------------------------ storage
 

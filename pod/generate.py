@@ -2,6 +2,8 @@
 
 python -m pod.generate --ckpt exports/tiny --prompt "def main():"
 python -m pod.generate --ckpt exports/llama3-32k --prompt-file book.txt --max-new-tokens 200
+python -m pod.generate --ckpt exports/tiny --prompt-file book.txt --eviction snapkv:budget=256+h2o:budget=256
+python -m pod.generate --eviction list
 """
 
 import argparse
@@ -12,12 +14,20 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
+from pod import eviction as methods
 from pod.blocks import LayerBlocks
 from pod.cache import PodCache
 from pod.model import convert
 
 
-def generate(ckpt: str, prompt: str, max_new_tokens: int = 128, temperature: float = 0.0, seed: int = 0) -> str:
+def generate(
+    ckpt: str,
+    prompt: str,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    seed: int = 0,
+    eviction: methods.Eviction | None = None,
+) -> str:
     """Stream a continuation to standard output, then print prompt length, tokens/s and cache bytes against dense.
 
     Args:
@@ -26,12 +36,13 @@ def generate(ckpt: str, prompt: str, max_new_tokens: int = 128, temperature: flo
         max_new_tokens: at most so many tokens.
         temperature: 0 is greedy.
         seed: for sampling.
+        eviction: which tokens the cache keeps; all when None.
 
     Returns:
         The new text.
 
     Raises:
-        ValueError: an empty prompt, no such model, no tokenizer beside it.
+        ValueError: an empty prompt, no such model, no tokenizer beside it, a budget below what is always kept.
     """
     try:
         model = AutoModelForCausalLM.from_pretrained(ckpt, dtype="auto")
@@ -46,7 +57,7 @@ def generate(ckpt: str, prompt: str, max_new_tokens: int = 128, temperature: flo
     length = inputs.input_ids.shape[1]
     if length == 0:
         raise ValueError("the prompt is empty: give at least one token to continue")
-    cache = PodCache(model.config, max_length=length + max_new_tokens)
+    cache = PodCache(model.config, max_length=length + max_new_tokens, eviction=eviction)
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     start = time.perf_counter()
@@ -74,17 +85,32 @@ def generate(ckpt: str, prompt: str, max_new_tokens: int = 128, temperature: flo
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m pod.generate", description=__doc__.split("\n")[0])
-    parser.add_argument("--ckpt", required=True, help="an exported model's directory")
-    source = parser.add_mutually_exclusive_group(required=True)
+    parser.add_argument("--ckpt", help="an exported model's directory")
+    source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", help="the text to continue")
     source.add_argument("--prompt-file", type=Path, help="a UTF-8 file with the text to continue")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--eviction",
+        metavar="METHOD",
+        help="which tokens the cache keeps, such as snapkv:budget=256,window=16; several separated by + are run one "
+        "after another; `list` shows all methods",
+    )
     options = parser.parse_args(arguments)
+    if options.eviction == "list":
+        print(methods.describe())
+        return 0
+    if options.ckpt is None or (options.prompt is None and options.prompt_file is None):
+        parser.error("--ckpt and one of --prompt and --prompt-file are required")
     try:
+        chosen = [None] if options.eviction is None else methods.parse_all(options.eviction)
         prompt = options.prompt if options.prompt is not None else options.prompt_file.read_text(encoding="utf-8")
-        generate(options.ckpt, prompt, options.max_new_tokens, options.temperature, options.seed)
+        for method in chosen:
+            if len(chosen) > 1:
+                print(f"\n{method}")
+            generate(options.ckpt, prompt, options.max_new_tokens, options.temperature, options.seed, method)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

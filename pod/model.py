@@ -314,7 +314,7 @@ class PodForCausalLM:
 
     def _prefill(self, input_ids, generation_config, model_kwargs, is_first_iteration=True):
         cache = model_kwargs.get("past_key_values")
-        if cache is None:
+        if cache is None or generation_config.prefill_chunk_size is None:  # in one piece: nothing has to wait
             return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
         with cache.prefill():
             return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)

@@ -3,6 +3,16 @@
 from pod_kernels import reference
 from pod_kernels.attention import shared_score_attention
 from pod_kernels.cached import cached_attention
+from pod_kernels.packed import PackedLayer, attention_weights, packed_attention
 from pod_kernels.segments import LayerSegments, Segments
 
-__all__ = ["LayerSegments", "Segments", "cached_attention", "reference", "shared_score_attention"]
+__all__ = [
+    "LayerSegments",
+    "Segments",
+    "PackedLayer",
+    "attention_weights",
+    "cached_attention",
+    "reference",
+    "shared_score_attention",
+    "packed_attention",
+]

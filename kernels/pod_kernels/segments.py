@@ -6,10 +6,23 @@ A rectangle (every capacity equal) lies in memory as [H, B, C, D]: a run of head
 a batched product over a run of heads reads the cache in place.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Piece(NamedTuple):
+    """Segments of one capacity that lie one after another: a run of whole heads, or one row of one head."""
+
+    head: int
+    heads: int
+    row: int
+    rows: int
+    capacity: int
 
 
 @dataclass
@@ -19,16 +32,21 @@ class Segments:
     Attributes:
         data: [S, D], all segments after one another.
         offsets: [B, H] int64, the first slot of each segment.
-        lengths: [B, H] int64, how many tokens were written; a ring holds the last of them.
+        lengths: [B, H] int64, how many tokens were written; a ring holds the last of them. None for packed segments,
+            whose slots hold any tokens: the positions beside them say which.
         capacities: [B, H] int64, the slots of each segment.
         is_rectangle: all capacities are equal and the order is head, row, slot.
+        sizes: the capacities as integers [H][B], of packed segments: they are sliced without asking the device.
     """
 
     data: Tensor
     offsets: Tensor
-    lengths: Tensor
+    lengths: Tensor | None
     capacities: Tensor
     is_rectangle: bool = True
+    sizes: tuple[tuple[int, ...], ...] = ()
+    _starts: tuple[tuple[int, ...], ...] = ()
+    _pieces: dict[int, tuple[Piece, ...]] = field(default_factory=dict)
 
     @classmethod
     def allocate(
@@ -47,6 +65,71 @@ class Segments:
         offsets = torch.arange(heads * batch, device=device).view(heads, batch).t() * capacity
         capacities = torch.full((batch, heads), capacity, device=device, dtype=torch.long)
         return cls(data, offsets, lengths[:, None].expand(batch, heads), capacities)
+
+    @classmethod
+    def packed(
+        cls,
+        sizes: Sequence[Sequence[int]],
+        batch: int,
+        dim: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        fill: float = 0,
+    ) -> "Segments":
+        """Empty segments of any capacities, one after another: head, row, slot.
+
+        Args:
+            sizes: [H][B], the capacity of each segment.
+            batch: B, as there may be no head.
+            dim: D.
+            fill: what unwritten slots hold.
+        """
+        sizes = tuple(tuple(head) for head in sizes)
+        starts = (0, *accumulate(size for head in sizes for size in head))
+        data = torch.full((starts[-1], dim), fill, dtype=dtype, device=device)
+        shape = (len(sizes), batch)
+        offsets = torch.tensor(starts[:-1], device=device, dtype=torch.long).view(shape).t()
+        capacities = torch.tensor(sizes, device=device, dtype=torch.long).view(shape).t()
+        is_rectangle = len({size for head in sizes for size in head}) <= 1
+        rows = tuple(tuple(starts[head * batch : (head + 1) * batch]) for head in range(len(sizes)))
+        return cls(data, offsets, None, capacities, is_rectangle, sizes, rows)
+
+    def pieces(self, split: int) -> tuple[Piece, ...]:
+        """Packed segments as the fewest rectangles, none of which crosses from head `split` - 1 to head `split`."""
+        if split not in self._pieces:
+            found: list[Piece] = []
+            for head, sizes in enumerate(self.sizes):
+                last = found[-1] if found else None
+                if len(set(sizes)) > 1:
+                    found += [Piece(head, 1, row, 1, size) for row, size in enumerate(sizes)]
+                elif last and head != split and last.rows == len(sizes) and last.capacity == sizes[0]:
+                    found[-1] = last._replace(heads=last.heads + 1)
+                else:
+                    found.append(Piece(head, 1, 0, len(sizes), sizes[0]))
+            self._pieces[split] = tuple(found)
+        return self._pieces[split]
+
+    def view(self, piece: Piece) -> Tensor:
+        """[heads, rows, C, D] view of a piece of packed segments."""
+        start = self._starts[piece.head][piece.row]
+        part = self.data[start : start + piece.heads * piece.rows * piece.capacity]
+        return part.view(piece.heads, piece.rows, piece.capacity, self.data.shape[1])
+
+    def run(self, head: int, row: int | None = None) -> Tensor:
+        """[n, D] view of the slots of one head of packed segments, of all its rows or of one."""
+        first = self._starts[head][row or 0]
+        sizes = self.sizes[head]
+        return self.data[first : first + (sum(sizes) if row is None else sizes[row])]
+
+    def padded(self, fill: float) -> Tensor:
+        """[H, B, C, D] with C the largest capacity: a view of a rectangle, else a copy with `fill` beyond the ends."""
+        if self.is_rectangle:
+            return self.rectangle
+        column = torch.arange(int(max(map(max, self.sizes))), device=self.data.device)
+        index = self.offsets.t()[..., None] + column
+        beyond = column >= self.capacities.t()[..., None]
+        return self.data[index.masked_fill(beyond, 0)].masked_fill(beyond[..., None], fill)
 
     @property
     def rectangle(self) -> Tensor:

@@ -1,0 +1,156 @@
+"""CAKE (arXiv 2503.12491): layers share one budget by how dispersed and how shifting their attention is."""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from pod.eviction.base import Eviction, Observation, Sharing, check_window
+
+
+@dataclass(frozen=True)
+class CAKE(Eviction):
+    """Preference-prioritised budgets, cascading prefill, and an indicator that values attention that shifts.
+
+    Indicator: mean + gamma * variance of a token's weights over the window's queries, average-pooled per query head,
+    then averaged over the KV head's; while decoding, the newest query's weights, pooled the same way. Preference of a
+    layer: H^(1/tau1) * V^(1/tau2) (Eq. 6), H the entropy and V the variance down the window, of the weights on tokens
+    before the window, in the mean over its query heads. The tokens beside the window, (budget - window) * layers, are
+    shared in proportion (Eq. 7), and shared anew after every layer (Algorithm 1), so that no more than the budget and
+    the layer at hand is ever held. While decoding each layer keeps its share. Nothing is evicted by a prefill of at
+    most budget + window tokens; decoding then brings it down to the budget.
+
+    Counts are whole: rounded down in the end, what is left goes one each to the layers in order. A layer never gets
+    more than it still holds; what it cannot take is shared evenly by those that can. Under PoD the layers of a block
+    keep the same tokens, each counts, the sinks of blocks of several layers come off the shared tokens, and each KV
+    head shares its own; a remainder that is smaller than any block is left over.
+
+    Args:
+        budget: tokens kept per layer and KV head on average, the window included.
+        window: the last tokens, always kept; their queries score the others.
+        kernel_size: tokens that are pooled, odd.
+        gamma: weight of the variance.
+        tau1, tau2: temperatures of H and V; the paper searched them per model and budget, 1 where unknown.
+
+    Raises:
+        ValueError: budget below window, window below 2 (a variance needs two queries), or a value that means nothing.
+    """
+
+    window: int = 32
+    kernel_size: int = 5
+    gamma: float = 200.0
+    tau1: float = 1.6
+    tau2: float = 0.4
+
+    when: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_window(self, smallest=2)
+        for name in ("tau1", "tau2"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"CAKE: {name} must be > 0, got {getattr(self, name)}")
+        if not self.gamma >= 0:
+            raise ValueError(f"CAKE: gamma must be >= 0, got {self.gamma}")
+
+    @property
+    def protected(self) -> int:
+        return self.window
+
+    @property
+    def observed(self) -> int:
+        return self.window
+
+    @property
+    def preference_window(self) -> int:
+        return self.window
+
+    @property
+    def threshold(self) -> int:
+        return self.budget + self.window
+
+    def score(self, seen: Observation) -> Tensor:
+        indicator = seen.weights.mean(dim=3)
+        if not seen.decoding:
+            indicator = indicator + self.gamma * _variance(seen.weights)
+        return seen.pooled(indicator, self.window, self.kernel_size, "avg").mean(dim=2)
+
+    def preference(self, seen: Observation) -> Tensor:
+        weights = seen.weights * seen.prefix(self.window)[:, :, None, None]
+        # In float64 from here: products of powers of small numbers.
+        entropy = -(weights * (weights + 1e-10).log()).sum(dim=(3, 4)).double().mean(dim=(1, 2))
+        shift = _variance(weights).sum(dim=3).double().mean(dim=(1, 2))
+        return entropy.clamp(min=0) ** (1 / self.tau1) * shift ** (1 / self.tau2)
+
+    def allocate(self, sharing: Sharing) -> list[list[list[int]]]:
+        counts = super().allocate(sharing)
+        anchors = sharing.blocks.anchors.tolist()
+        for head in range(len(anchors[0])):
+            column = [row[head] for row in anchors]
+            blocks = [
+                (stage, index, column.count(layer.layer))
+                for stage, layer in enumerate(sharing.stages)
+                for index, anchored in enumerate(layer.heads)
+                if anchored == head
+            ]
+            total = sum(self.budget - sharing.always[anchor, head] for anchor in column)
+            is_last = sum(size for *_, size in blocks) == len(column)
+            for row, seen in enumerate(sharing.seen):
+                if seen <= self.threshold or not blocks:
+                    continue
+                always = [sharing.always[sharing.stages[stage].layer, head] for stage, *_ in blocks]
+                shares = share_out(
+                    total,
+                    [sharing.stages[stage].preference[row] for stage, *_ in blocks],
+                    [size for *_, size in blocks],
+                    [
+                        max(0, sharing.stages[stage].held[index][row] - kept)
+                        for (stage, index, _), kept in zip(blocks, always, strict=True)
+                    ],
+                    is_last,
+                )
+                for (stage, index, _), kept, share in zip(blocks, always, shares, strict=True):
+                    counts[stage][index][row] = kept + share
+        return counts
+
+
+def share_out(total: int, preferences: list[float], sizes: list[int], room: list[int], is_last: bool) -> list[int]:
+    """Tokens for each block of layers, in proportion to the preferences, no block more than it has room for.
+
+    Args:
+        total: tokens of all layers together.
+        preferences: of each block; all zero counts as all equal.
+        sizes: layers of each block; a token of a block of two counts twice.
+        room: the most that each can take.
+        is_last: no layer is still to come. Before, counts are rounded up, so that the shares of later stages, which
+            can only be smaller, still find their tokens (Theorem 1).
+
+    Returns:
+        One count for each block.
+    """
+    if not sum(preferences) > 0 or not math.isfinite(sum(preferences)):
+        preferences = [1.0] * len(preferences)
+    whole = sum(size * preference for size, preference in zip(sizes, preferences, strict=True))
+    exact = [preference / whole * total for preference in preferences]
+    counts = [
+        min(math.floor(share) if is_last else math.ceil(share), most) for share, most in zip(exact, room, strict=True)
+    ]
+    left = total - sum(size * count for size, count in zip(sizes, counts, strict=True))
+    while left > 0:
+        takers = [i for i, size in enumerate(sizes) if counts[i] < room[i] and size <= left]
+        if not takers:
+            break
+        each = left // sum(sizes[i] for i in takers)
+        for i in takers:
+            more = min(max(each, 1), room[i] - counts[i])
+            if sizes[i] * more <= left:
+                counts[i] += more
+                left -= sizes[i] * more
+    return counts
+
+
+def _variance(weights: Tensor) -> Tensor:
+    """Unbiased variance over the queries [.., q, N] -> [.., N], 0 for a single one."""
+    return weights.var(dim=-2) if weights.shape[-2] > 1 else torch.zeros_like(weights[..., 0, :])

@@ -1,0 +1,41 @@
+"""H2O (arXiv 2306.14048): keep the recent tokens and those that collected the most attention."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from pod.eviction.base import Eviction, Observation
+
+
+@dataclass(frozen=True)
+class H2O(Eviction):
+    """Heavy hitters and recent tokens: evicts after a prefill and one token at every step.
+
+    A token's score is the sum of its attention weights over all queries so far, never divided by its age, averaged over
+    the KV head's query heads. While decoding, the softmax runs over kept keys, and the sum of an evicted token is gone.
+
+    Args:
+        budget: tokens kept per layer and KV head, the recent ones included.
+        recent: the last tokens, the newest among them, that are always kept; half of the budget when None.
+
+    Raises:
+        ValueError: recent below 1 or above the budget.
+    """
+
+    recent: int | None = None
+
+    when: ClassVar[int] = 1
+    carries: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.recent is not None and self.recent < 1:
+            raise ValueError(f"H2O: recent must be at least 1 (the newest token is recent), got {self.recent}")
+
+    @property
+    def protected(self) -> int:
+        return max(1, self.budget // 2) if self.recent is None else self.recent
+
+    def score(self, seen: Observation) -> Tensor:
+        return seen.weights.sum(dim=3).mean(dim=2)

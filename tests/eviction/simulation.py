@@ -1,0 +1,239 @@
+"""What eviction methods keep, as plain loops in float64 over the queries and keys that a model hands to its cache.
+
+Written from the rules of the methods, one row, one KV head and one token at a time; it shares no code with
+`pod.eviction`. Of two tokens with equal scores the more recent one is kept.
+"""
+
+import math
+
+import numpy as np
+
+from pod.eviction import CAKE, H2O, TOVA, SnapKV
+
+
+class Ambiguous(Exception):
+    """Two scores are so close that float32 may order them otherwise."""
+
+
+class Simulation:
+    """Runs beside a cache: records what `attend` is given, and evicts by itself."""
+
+    def __init__(self, cache, method, config) -> None:
+        self.method, self.config = method, config
+        self.anchors = config.blocks.anchors.tolist()
+        self.num_layers, self.num_heads = len(self.anchors), len(self.anchors[0])
+        self.groups = config.num_attention_heads // config.num_key_value_heads
+        self.held = {}  # (row, anchor layer, KV head) -> {position: key}
+        self.sums = {}  # the same -> {position: accumulated attention}
+        self.counts = {}  # the same -> tokens kept while decoding
+        self.seen = {}
+        self.records = []
+        attend = cache.attend
+
+        def recording(layer, q, k, *rest):
+            self.records.append((layer, q.double().numpy(), k.double().numpy(), cache._step.positions.tolist()))
+            return attend(layer, q, k, *rest)
+
+        cache.attend = recording
+
+    # ------------------------------------------------------------------ shared by the methods
+
+    def size(self, anchor: int, head: int) -> int:
+        return sum(row[head] == anchor for row in self.anchors)
+
+    def sinks(self, anchor: int, head: int) -> int:
+        heads = [head]
+        if isinstance(self.method, TOVA):
+            heads = [g for g in range(self.num_heads) if self.anchors[anchor][g] == anchor]
+        return self.config.sink_size if any(self.size(anchor, g) > 1 for g in heads) else 0
+
+    def last(self) -> int:
+        """The last tokens that are always kept."""
+        if isinstance(self.method, SnapKV | CAKE):
+            return self.method.window
+        if isinstance(self.method, H2O):
+            return self.method.budget // 2 if self.method.recent is None else self.method.recent
+        return 0
+
+    def weights(self, query: np.ndarray, position: int, tokens: dict) -> dict:
+        """Softmax of one query over the tokens that it sees, all logits the anchor's own."""
+        seen = [p for p in tokens if p <= position]
+        logits = [float(query @ tokens[p]) / math.sqrt(len(query)) for p in seen]
+        top = max(logits)
+        exps = [math.exp(logit - top) for logit in logits]
+        return {p: value / sum(exps) for p, value in zip(seen, exps, strict=True)}
+
+    def is_always_kept(self, unit: tuple, position: int) -> bool:
+        row, anchor, head = unit
+        return position < self.sinks(anchor, head) or position >= self.seen[row] - self.last()
+
+    def best(self, unit: tuple, scores: dict, count: int) -> set:
+        """The positions that stay."""
+        ranked = sorted(scores, key=lambda p: (self.is_always_kept(unit, p), scores[p], p), reverse=True)
+        chosen, others = ranked[:count], ranked[count:]
+        if chosen and others and not self.is_always_kept(unit, chosen[-1]):
+            gap = abs(scores[chosen[-1]] - scores[others[0]])
+            if 0 < gap < 1e-6 * max(1.0, abs(scores[chosen[-1]])):
+                raise Ambiguous
+        return set(chosen)
+
+    def pooled(self, row: int, scores: dict, size: int, kind: str) -> dict:
+        prefix = sorted(p for p in scores if p < self.seen[row] - self.last())
+        out = {p: 0.0 for p in scores}
+        for index, p in enumerate(prefix):
+            around = [prefix[j] for j in range(index - size // 2, index + size // 2 + 1) if 0 <= j < len(prefix)]
+            values = [scores[other] for other in around]
+            out[p] = max(values) if kind == "max" else sum(values) / size
+        return out
+
+    # ------------------------------------------------------------------ forwards
+
+    def take(self) -> dict:
+        """New tokens into `held`; returns {(row, anchor, head): [(position, [query of each head of the group])]}."""
+        queries = {}
+        for layer, q, k, positions in self.records:
+            for row, line in enumerate(positions):
+                for column, position in enumerate(line):
+                    if position < 0:
+                        continue
+                    self.seen[row] = max(self.seen.get(row, 0), position + 1)
+                    for head in range(self.num_heads):
+                        if self.anchors[layer][head] != layer:
+                            continue
+                        unit = (row, layer, head)
+                        self.held.setdefault(unit, {})[position] = k[row, head, column]
+                        self.sums.setdefault(unit, {})[position] = 0.0
+                        group = [q[row, head * self.groups + member, column] for member in range(self.groups)]
+                        queries.setdefault(unit, []).append((position, group))
+        self.records = []
+        return queries
+
+    def attention(self, unit: tuple, queries: list) -> list:
+        """[query][head of the group] -> {position: weight}."""
+        return [[self.weights(q, position, self.held[unit]) for q in group] for position, group in queries]
+
+    def scores(self, unit: tuple, attention: list, decoding: bool, layer_attention: dict) -> dict:
+        method, held = self.method, self.held[unit]
+        if isinstance(method, SnapKV):
+            summed = {p: 0.0 for p in held}
+            for heads in attention[-method.window :]:
+                for weights in heads:
+                    for p, weight in weights.items():
+                        summed[p] += weight / self.groups
+            return self.pooled(unit[0], summed, method.kernel_size, method.pooling)
+        if isinstance(method, H2O):
+            for heads in attention:
+                for weights in heads:
+                    for p, weight in weights.items():
+                        self.sums[unit][p] += weight / self.groups
+            return dict(self.sums[unit])
+        if isinstance(method, TOVA):
+            lines = [
+                weights for other, theirs in layer_attention.items() if other[:2] == unit[:2] for weights in theirs[-1]
+            ]
+            return {p: sum(line.get(p, 0.0) for line in lines) / len(lines) for p in held}
+        pooled = []
+        for member in range(self.groups):
+            lines = [heads[member] for heads in attention[-method.window :]]
+            indicator = {}
+            for p in held:
+                values = [line.get(p, 0.0) for line in lines]
+                indicator[p] = sum(values) / len(values)
+                if not decoding and len(values) > 1:
+                    indicator[p] += method.gamma * float(np.var(values, ddof=1))
+            pooled.append(self.pooled(unit[0], indicator, method.kernel_size, "avg"))
+        return {p: sum(one[p] for one in pooled) / self.groups for p in held}
+
+    def preference(self, row: int, layer: int, attention: dict) -> float:
+        """Eq. 6 over the layer's anchor heads, tokens before the window only."""
+        method = self.method
+        entropy = shift = 0.0
+        lines = [
+            [heads[member] for heads in theirs[-method.window :]]
+            for unit, theirs in attention.items()
+            if unit[:2] == (row, layer)
+            for member in range(self.groups)
+        ]
+        for line in lines:
+            prefix = {p for weights in line for p in weights if p < self.seen[row] - method.window}
+            for p in prefix:
+                values = [weights.get(p, 0.0) for weights in line]
+                entropy -= sum(value * math.log(value + 1e-10) for value in values) / len(lines)
+                shift += float(np.var(values, ddof=1)) / len(lines) if len(values) > 1 else 0.0
+        return max(entropy, 0.0) ** (1 / method.tau1) * shift ** (1 / method.tau2)
+
+    def prefill(self, evict: bool = True) -> None:
+        """One prefill, in however many forwards, evicted from once."""
+        queries = self.take()
+        if not evict:
+            for unit in queries:
+                self.attention(unit, queries[unit])
+            return
+        attention = {unit: self.attention(unit, queries[unit]) for unit in queries}
+        scores = {unit: self.scores(unit, attention[unit], False, attention) for unit in attention}
+        counts = {unit: self.method.budget for unit in attention}
+        threshold = self.method.budget
+        if isinstance(self.method, CAKE):
+            threshold += self.method.window
+            for row in self.seen:
+                if self.seen[row] > threshold:
+                    for head in range(self.num_heads):
+                        counts.update(self.shares(row, head, attention))
+        self.counts.update(counts)
+        for unit in attention:
+            if self.seen[unit[0]] > threshold:
+                self.keep(unit, self.best(unit, scores[unit], counts[unit]))
+
+    def step(self, evict: bool = True) -> None:
+        """One decoded token."""
+        queries = self.take()
+        attention = {unit: self.attention(unit, queries[unit]) for unit in queries}
+        if isinstance(self.method, SnapKV) or not evict:
+            return
+        scores = {unit: self.scores(unit, attention[unit], True, attention) for unit in attention}
+        for unit in attention:
+            self.keep(unit, self.best(unit, scores[unit], self.counts[unit]))
+
+    def keep(self, unit: tuple, positions: set) -> None:
+        self.held[unit] = {p: key for p, key in self.held[unit].items() if p in positions}
+        self.sums[unit] = {p: value for p, value in self.sums[unit].items() if p in positions}
+
+    # ------------------------------------------------------------------ CAKE's budgets
+
+    def shares(self, row: int, head: int, attention: dict) -> dict:
+        """Counts of one KV head's blocks: Eq. 7 over all layers, never more than an earlier stage left."""
+        blocks = sorted({line[head] for line in self.anchors})
+        always = [self.sinks(anchor, head) + self.method.window for anchor in blocks]
+        sizes = [self.size(anchor, head) for anchor in blocks]
+        total = sum(size * (self.method.budget - kept) for size, kept in zip(sizes, always, strict=True))
+        preferences = [self.preference(row, anchor, attention) for anchor in blocks]
+        room = [len(self.held[row, anchor, head]) - kept for anchor, kept in zip(blocks, always, strict=True)]
+        for stage in range(1, len(blocks) + 1):
+            given = shared(total, preferences[:stage], sizes[:stage], room[:stage], stage == len(blocks))
+            room[:stage] = given
+        return {(row, anchor, head): always[i] + room[i] for i, anchor in enumerate(blocks)}
+
+
+def shared(total: int, preferences: list, sizes: list, room: list, is_last: bool) -> list:
+    """One stage of sharing: in proportion, whole numbers, what a block cannot take goes evenly to those that can."""
+    if sum(preferences) == 0:
+        preferences = [1.0] * len(preferences)
+    weight = sum(p * size for p, size in zip(preferences, sizes, strict=True))
+    given = []
+    for preference, most in zip(preferences, room, strict=True):
+        share = preference / weight * total
+        if abs(share - round(share)) < 1e-5 and len(preferences) > 1 and len(set(preferences)) > 1:
+            raise Ambiguous
+        given.append(min(int(share) if is_last else math.ceil(share), most))
+    left = total - sum(count * size for count, size in zip(given, sizes, strict=True))
+    while left > 0:
+        open_blocks = [i for i in range(len(given)) if given[i] < room[i] and sizes[i] <= left]
+        if not open_blocks:
+            break
+        even = max(1, left // sum(sizes[i] for i in open_blocks))
+        for i in open_blocks:
+            for _ in range(even):
+                if given[i] < room[i] and left >= sizes[i]:
+                    given[i] += 1
+                    left -= sizes[i]
+    return given

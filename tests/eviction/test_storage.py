@@ -1,0 +1,530 @@
+"""What an evicting cache holds, frees and hands back; equality at large budgets; turns, rows and misuse."""
+
+import copy
+from dataclasses import dataclass
+
+import pytest
+import torch
+from test_cache import ANCHORS, DENSE, assert_close, build, fed, greedy, left_padded, recomputed, tokens
+
+import pod
+from pod.eviction import CAKE, H2O, METHODS, TOVA, Eviction, Observation, Sharing, SnapKV
+from pod.eviction.base import kept, lowest
+from pod.eviction.cake import share_out
+
+ALL = [SnapKV(100, window=4), H2O(100), TOVA(100), CAKE(100, window=4)]
+TIGHT = [SnapKV(16, window=4, kernel_size=3), H2O(16), TOVA(16), CAKE(16, window=4, kernel_size=3)]
+BOTH = [
+    pytest.param(("llama", "scores", DENSE), id="dense"),
+    pytest.param(("llama", "scores", ANCHORS), id="blocks"),
+    pytest.param(("qwen3", "keys", ANCHORS), id="blocks-keys"),
+]
+
+
+def named(methods):
+    return pytest.mark.parametrize("method", methods, ids=lambda method: type(method).__name__)
+
+
+@dataclass(frozen=True)
+class Ragged(Eviction):
+    """Keeps the best and the last few; every row and KV head another number."""
+
+    protected = 3
+
+    def score(self, seen: Observation) -> torch.Tensor:
+        return seen.weights[:, :, :, -1].mean(dim=2)
+
+    def allocate(self, sharing: Sharing) -> list[list[list[int]]]:
+        rows = range(len(sharing.seen))
+        return [[[self.budget - 2 * head - row for row in rows] for head in stage.heads] for stage in sharing.stages]
+
+
+# ---------------------------------------------------------------------- equality
+
+
+@pytest.mark.parametrize("which", BOTH)
+@named(ALL)
+def test_a_large_budget_changes_nothing(method, which):
+    model = build(*which)
+    ids, mask = left_padded((31, 2, 17))
+    caches = [
+        pod.PodCache(model.config, eviction=method),
+        pod.PodCache(model.config, eviction=method, max_length=80),
+        pod.PodCache(model.config),
+    ]
+    outputs = []
+    for cache in caches:
+        so_far, steps = mask, []
+        steps.append(fed(model, cache, ids, so_far))
+        for count in (1, 1, 6, 1, 1, 1):
+            so_far = torch.nn.functional.pad(so_far, (0, count), value=1)
+            steps.append(fed(model, cache, tokens(3, count, seed=count), so_far))
+        outputs.append(torch.cat(steps, dim=1)[mask.new_ones(so_far.shape).bool() & so_far.bool()])
+    torch.testing.assert_close(outputs[0], outputs[2], atol=1e-4, rtol=0)
+    torch.testing.assert_close(outputs[1], outputs[2], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("which", BOTH)
+@named(TIGHT + [Ragged(16)])
+def test_logits_after_eviction_are_attention_to_what_is_kept(method, which, monkeypatch):
+    # The fast attention against its plain loops, inside the model, with slots in any order and ragged heads.
+    from pod.eviction import manager
+    from pod_kernels.packed import packed_attention, reference_packed_attention
+
+    model, compared = build(*which), []
+
+    def both(q, layer, **kwargs):
+        result = packed_attention(q, layer, **kwargs)
+        out = result[0] if isinstance(result, tuple) else result
+        if kwargs["scores"] is None:
+            names = ("positions", "slot_positions", "q_distant", "distant_keys", "scale")
+            expected = reference_packed_attention(q, layer, **{name: kwargs[name] for name in names})
+            torch.testing.assert_close(out, expected, atol=2e-5, rtol=1e-4)
+            compared.append(layer)
+        return result
+
+    monkeypatch.setattr(manager, "packed_attention", both)
+    cache = pod.PodCache(model.config, eviction=method)
+    ids, mask = left_padded((40, 26))
+    fed(model, cache, ids, mask)
+    model.config.share, share = "keys", model.config.share
+    try:
+        if share == "keys" or which[2] is DENSE:
+            for _ in range(4):
+                mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+                fed(model, cache, tokens(2, 1), mask)
+    finally:
+        model.config.share = share
+    fed(model, cache, tokens(2, 5), torch.nn.functional.pad(mask, (0, 5), value=1))
+    assert compared
+
+
+@pytest.mark.parametrize("which", BOTH)
+@named(TIGHT)
+def test_left_padded_rows_equal_themselves_alone(method, which):
+    model, lengths = build(*which), (33, 9, 21)
+    ids, mask = left_padded(lengths)
+    cache = pod.PodCache(model.config, eviction=method)
+    first = fed(model, cache, ids, mask)
+    new, logits, _ = greedy(model, cache, first, 6, mask)
+    for row, length in enumerate(lengths):
+        alone = pod.PodCache(model.config, eviction=method)
+        own = fed(model, alone, ids[row : row + 1, 33 - length :])
+        steps = [fed(model, alone, new[row : row + 1, step : step + 1]) for step in range(6)]
+        assert_close(logits[row], torch.cat(steps, dim=1)[0])
+        assert_close(first[row, -1], own[0, -1])
+
+
+@pytest.mark.parametrize("which", BOTH)
+@named(TIGHT)
+def test_a_prefill_in_chunks_keeps_what_one_piece_keeps(method, which):
+    model, ids = build(*which), tokens(2, 45)
+    whole = pod.PodCache(model.config, eviction=method)
+    parts = pod.PodCache(model.config, eviction=method, max_length=60)
+    fed(model, whole, ids)
+    with parts.prefill():
+        fed(model, parts, ids, chunks=(20, 1, 2, 22))
+        assert parts.positions(0).shape[2] == 45  # nothing is evicted before the end
+    for layer in range(5):
+        assert torch.equal(whole.positions(layer), parts.positions(layer))
+    assert_close(fed(model, whole, tokens(2, 1)), fed(model, parts, tokens(2, 1)))
+    with pytest.raises(RuntimeError), parts.prefill():
+        fed(model, parts, tokens(2, 9))
+        raise RuntimeError("a forward that failed")
+    fed(model, parts, tokens(2, 1))
+
+
+# ---------------------------------------------------------------------- generate
+
+
+@pytest.mark.parametrize("which", BOTH)
+@named(TIGHT)
+def test_generate(method, which):
+    model = build(*which)
+    ids, mask = left_padded((30, 19))
+    common = dict(attention_mask=mask, suppress_tokens=[0], max_new_tokens=8)
+    for options in (dict(num_beams=3), dict(do_sample=True), dict(prefill_chunk_size=7), dict(do_sample=False)):
+        cache = pod.PodCache(model.config, eviction=method)
+        out = model.generate(ids, past_key_values=cache, **common, **options)
+        assert out.shape == (2, 38)
+        limit = 16 + (8 if isinstance(method, SnapKV) else 0)
+        sizes = [(cache.positions(layer) >= 0).sum(dim=-1) for layer in range(5)]
+        assert isinstance(method, CAKE) or max(int(size.max()) for size in sizes) <= limit
+        assert cache.nbytes() == sum(storage.untyped_storage().nbytes() for storage in cache.storages())
+    # A second turn on the last cache.
+    turn = torch.cat([out, tokens(2, 5, seed=3)], dim=1)
+    mask = torch.nn.functional.pad(mask, (0, 13), value=1)
+    again = model.generate(turn, past_key_values=cache, **{**common, "attention_mask": mask})
+    assert again.shape == (2, 51) and cache.get_seq_length() == 50
+
+
+@pytest.mark.parametrize("which", BOTH)
+@named(TIGHT)
+def test_beams_reorder_what_is_kept(method, which):
+    model = build(*which)
+    ids, mask = left_padded((30, 12))
+    one, other = (pod.PodCache(model.config, eviction=method) for _ in range(2))
+    fed(model, one, ids, mask)
+    one.reorder_cache(torch.tensor([1, 1, 0]))
+    mask = mask[[1, 1, 0]]
+    fed(model, other, ids[[1, 1, 0]], mask)
+    for step in range(3):
+        mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+        new = tokens(3, 1, seed=step)
+        assert_close(fed(model, one, new, mask), fed(model, other, new, mask))
+
+
+@pytest.mark.parametrize("which", BOTH)
+@pytest.mark.parametrize("name", METHODS)
+def test_one_context_serves_many_questions(name, which):
+    model, context = build(*which), tokens(1, 40)
+    method = pod.eviction.parse(
+        f"{name}:budget=16,query_aware=false" + (",window=4" if "window" in METHODS[name].__dataclass_fields__ else "")
+    )
+    cache = pod.PodCache(model.config, eviction=method)
+    fed(model, cache, context)
+    held = [cache.positions(layer).clone() for layer in range(5)]
+    answers = []
+    for question in (1, 2):
+        served = copy.deepcopy(cache)
+        out = fed(model, served, tokens(1, 7, seed=question))
+        answers.append(torch.cat([out, fed(model, served, tokens(1, 1))], dim=1))
+        for layer in range(5):  # nothing more is evicted: kept tokens, then the question
+            new = torch.arange(40, 48).expand(1, 2, -1)
+            kept_and_new = [set(row) - {-1} for row in torch.cat([held[layer], new], dim=-1)[0].tolist()]
+            assert [set(row) - {-1} for row in served.positions(layer)[0].tolist()] == kept_and_new
+        assert torch.equal(cache.positions(0), held[0])
+    # The same by taking the question back.
+    for question, answer in ((1, answers[0]), (2, answers[1])):
+        out = fed(model, cache, tokens(1, 7, seed=question))
+        assert_close(torch.cat([out, fed(model, cache, tokens(1, 1))], dim=1), answer)
+        cache.crop(-8)
+    assert torch.equal(cache.positions(0), held[0])
+
+
+def test_crop_after_eviction():
+    model = build()
+    cache = pod.PodCache(model.config, eviction=SnapKV(16, window=4), crop_slack=8)
+    fed(model, cache, tokens(2, 40))
+    expected = fed(model, copy.deepcopy(cache), tokens(2, 1))
+    fed(model, cache, tokens(2, 1, seed=1))
+    with pytest.raises(ValueError, match="evicted after the prefill, 1 tokens ago"):
+        cache.crop(-2)
+    cache.crop(-1)
+    assert_close(fed(model, cache, tokens(2, 1)), expected)
+    stepping = pod.PodCache(model.config, eviction=H2O(16))
+    assert cache.is_croppable and not stepping.is_croppable
+    fed(model, stepping, tokens(2, 40))
+    with pytest.raises(ValueError, match="H2O evicts while decoding"):
+        stepping.crop(-1)
+
+
+# ---------------------------------------------------------------------- bytes
+
+
+@pytest.mark.parametrize("anchors", [DENSE, ANCHORS], ids=["dense", "blocks"])
+def test_ragged_heads_are_stored_as_such(anchors):
+    model = build(anchors=anchors)
+    cache = pod.PodCache(model.config, eviction=Ragged(16))
+    fed(model, cache, tokens(3, 50))
+    for layer in range(5):
+        counts = (cache.positions(layer) >= 0).sum(dim=-1)
+        assert counts.tolist() == [[16 - 2 * head - row for head in range(2)] for row in range(3)]
+    # Values and anchor keys of exactly what is kept, a position and a score or two beside each unit.
+    is_dense = anchors is DENSE
+    pairs = sum(16 - 2 * head - row for row in range(3) for head in range(2)) * 5
+    assert sum(layer.values.data.shape[0] for layer in cache._evicting.layers) == pairs
+    assert is_dense == (sum(layer.keys.data.shape[0] for layer in cache._evicting.layers) == pairs)
+    fed(model, cache, tokens(3, 1))
+
+
+@named(TIGHT + [Ragged(16)])
+@pytest.mark.parametrize("lengths", [(40, 40), (40, 12)], ids=["even", "padded"])
+@pytest.mark.parametrize("which", BOTH)
+def test_decoding_allocates_nothing(which, method, lengths):
+    model = build(*which)
+    ids, mask = left_padded(lengths)
+    cache = pod.PodCache(model.config, eviction=method, max_length=70)
+    fed(model, cache, ids, mask)
+    held = [storage.data_ptr() for storage in cache.storages()]
+    nbytes = cache.nbytes()
+    for step in range(30):
+        mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+        fed(model, cache, tokens(2, 1, seed=step), mask)
+        assert [storage.data_ptr() for storage in cache.storages()] == held
+    assert cache.nbytes() == nbytes
+
+
+def test_a_per_step_method_without_max_length_allocates_once():
+    model = build()
+    for method in TIGHT[1:]:
+        cache = pod.PodCache(model.config, eviction=method)
+        fed(model, cache, tokens(2, 40))
+        held = [storage.data_ptr() for storage in cache.storages()]
+        for step in range(25):
+            fed(model, cache, tokens(2, 1, seed=step))
+            assert [storage.data_ptr() for storage in cache.storages()] == held
+
+
+@pytest.mark.parametrize("max_length", [None, 16384 + 8])
+def test_bytes_of_pod_with_snapkv(max_length):
+    # 14 of 20 pairs of layer and KV head share their keys.
+    first, second = (0, 0, 0, 0, 4, 4, 4, 4, 8, 8), (0, 1, 1, 1, 1, 5, 5, 5, 5, 5)
+    length, dim = 16384, 16
+    model = build(anchors=tuple(zip(first, second, strict=True)), sinks=4, recent=60, hidden=64)
+    assert model.config.blocks.kv_saving == pytest.approx(0.35)
+    cache = pod.PodCache(model.config, eviction=SnapKV(length // 8), max_length=max_length)
+    # The cache alone: attention of 16K tokens in ten layers would take the test's time.
+    random = torch.Generator().manual_seed(0)
+    cache.begin(model.config, torch.empty(1, length, 64), None)
+    keys = torch.randn(1, 2, length, dim, generator=random)
+    queries = torch.randn(1, 4, length, dim, generator=random)
+    import pod.eviction.manager as manager
+
+    attention, manager.shared_score_attention = manager.shared_score_attention, lambda q, *args, **kwargs: q
+    try:
+        for layer in range(10):
+            cache.attend(layer, queries, keys, keys, queries, keys, dim**-0.5)
+    finally:
+        manager.shared_score_attention = attention
+    cache.finish()
+    assert all((cache.positions(layer) >= 0).sum(dim=-1).eq(length // 8).all() for layer in range(10))
+    dense = 10 * 2 * 2 * length * dim * 4
+    assert cache.nbytes() == sum(storage.untyped_storage().nbytes() for storage in cache.storages())
+    assert 0.0812 <= cache.nbytes() / dense <= 0.085
+
+
+@pytest.mark.parametrize("anchors", [DENSE, ANCHORS], ids=["dense", "blocks"])
+@pytest.mark.parametrize("method", TIGHT, ids=lambda method: type(method).__name__)
+def test_peak_of_a_prefill(anchors, method, monkeypatch):
+    model, length, batch = build(anchors=anchors), 100, 2
+    cache = pod.PodCache(model.config, eviction=method)
+    attend, held = cache.attend, []
+
+    def watching(*args):
+        out = attend(*args)
+        held.append(cache.nbytes())
+        return out
+
+    cache.attend = watching
+    fed(model, cache, tokens(batch, length))
+    final = max(held[-1], cache.nbytes())
+    # The layer at hand, keys and values of the whole prompt, is beside the cache while it attends.
+    slack = 4 * batch * 2 * 5 * 64 // 10
+    assert max(held) <= final + slack
+    assert max(held) < 5 * 2 * 2 * batch * length * 16 * 4 / 3
+
+
+# ---------------------------------------------------------------------- CAKE's sharing
+
+
+def test_cascading_equals_evicting_once():
+    """Theorem 1, on sizes and on the tokens themselves: stage by stage against one eviction by METHODS' plain rule."""
+    random = torch.Generator().manual_seed(0)
+    plain_rule = 0
+    for _ in range(2000):
+        layers = int(torch.randint(1, 9, (), generator=random))
+        length = int(torch.randint(4, 60, (), generator=random))
+        each = int(torch.randint(0, 40, (), generator=random))
+        preferences = (torch.rand(layers, generator=random).double() ** 4 + 1e-9).tolist()
+        scores = torch.rand(layers, length, generator=random)
+        total = each * layers
+        held = [list(range(length)) for _ in range(layers)]
+        room, peak = [], 0
+        for stage in range(1, layers + 1):
+            room.append(length)
+            room = share_out(total, preferences[:stage], [1] * stage, room, stage == layers)
+            for layer in range(stage):
+                held[layer] = sorted(held[layer], key=lambda t, s=scores[layer]: float(s[t]), reverse=True)
+                held[layer] = held[layer][: room[layer]]
+            assert [len(tokens) for tokens in held[:stage]] == room
+            peak = max(peak, sum(room))
+        assert sum(room) == min(total, layers * length)
+        assert peak <= total + layers
+        for layer in range(layers):
+            once = sorted(range(length), key=lambda t, s=scores[layer]: float(s[t]), reverse=True)[: room[layer]]
+            assert held[layer] == once
+        shares = [p / sum(preferences) * total for p in preferences]
+        if max(shares) <= length:  # nothing above the prompt's length: whole numbers, and one each of what is left
+            counts = [int(share) for share in shares]
+            counts = [count + (layer < total - sum(counts)) for layer, count in enumerate(counts)]
+            if all(count <= length for count in counts):
+                assert room == counts
+                plain_rule += 1
+    assert plain_rule > 300
+
+
+# ---------------------------------------------------------------------- ties and misuse
+
+
+def test_ties_go_to_the_more_recent_token():
+    scores = torch.tensor([[[1.0, 1.0, 0.0, 1.0, 2.0, 9.0]]])
+    positions = torch.tensor([[[7, 3, 9, 5, 1, -1]]])
+    forced = positions == 9
+    keep = kept(scores, positions, forced, torch.tensor([[4]]))
+    assert sorted(positions[keep].tolist()) == [1, 5, 7, 9]
+    assert positions[0, 0, lowest(scores, positions, forced)[0, 0]] == 3
+
+
+def test_bad_methods_are_refused():
+    with pytest.raises(ValueError, match="budget .8 tokens. is below the 32 last tokens"):
+        SnapKV(8)
+    for wrong in ({"budget": 0}, {"budget": 64.0}, {"budget": True}, {"budget": 64, "window": "4"}):
+        with pytest.raises(ValueError, match="budget|window"):
+            SnapKV(**wrong)
+    with pytest.raises(ValueError, match="pooling must be one of max, avg; got 'sum'"):
+        SnapKV(64, pooling="sum")
+    with pytest.raises(ValueError, match="kernel_size must be an odd number"):
+        SnapKV(64, kernel_size=4)
+    with pytest.raises(ValueError, match="window must be at least 2"):
+        CAKE(64, window=1)
+    with pytest.raises(ValueError, match="tau1 must be > 0"):
+        CAKE(64, tau1=0)
+    with pytest.raises(ValueError, match="recent must be at least 1"):
+        H2O(8, recent=0)
+    with pytest.raises(ValueError, match="below the 9 last tokens"):
+        H2O(8, recent=9)
+    config = build().config
+    with pytest.raises(ValueError, match="below the 7 that are always kept: 4 last ones and 3 sinks"):
+        pod.PodCache(config, eviction=SnapKV(6, window=4))
+    pod.PodCache(build(anchors=DENSE).config, eviction=SnapKV(6, window=4))  # a dense model has no sinks to keep
+    with pytest.raises(ValueError, match="pod.eviction.parse"):
+        pod.PodCache(config, eviction="snapkv:budget=256")
+    with pytest.raises(ValueError, match="got <class"):
+        pod.PodCache(config, eviction=SnapKV)
+
+
+def test_parse():
+    assert pod.eviction.parse("snapkv:budget=256,window=16") == SnapKV(256, window=16)
+    assert pod.eviction.parse("H2O:budget=8,recent=none,query_aware=false") == H2O(8, query_aware=False)
+    assert pod.eviction.parse_all("tova:budget=9 + cake:budget=64,tau1=1") == [TOVA(9), CAKE(64, tau1=1.0)]
+    for text, message in (
+        ("snapkw:budget=4", "unknown eviction method 'snapkw'; did you mean 'snapkv'"),
+        ("snapkv:budget=64,widow=4", "no parameter 'widow'; did you mean 'window'"),
+        ("snapkv:budget=many", "budget must be int, got 'many'"),
+        ("snapkv", "budget is missing, e.g. snapkv:budget=256"),
+        ("snapkv:256", "not of the form parameter=value"),
+        ("snapkv:budget=64,budget=65", "given twice"),
+        ("h2o:budget=8,recent=x", "recent must be int or none"),
+        ("", "unknown eviction method"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pod.eviction.parse_all(text)
+    for name in METHODS:
+        assert f"{name}:budget" in pod.eviction.describe()
+
+
+@named(TIGHT)
+def test_a_prompt_shorter_than_the_window_loses_nothing(method):
+    model = build()
+    cache = pod.PodCache(model.config, eviction=method)
+    ids = tokens(1, 3)
+    assert_close(fed(model, cache, ids), recomputed(model, ids))
+    assert cache.positions(2).tolist() == [[[0, 1, 2]] * 2]
+
+
+@pytest.mark.parametrize("which", BOTH)
+@named(TIGHT)
+def test_only_the_windows_queries_are_looked_at(method, which, monkeypatch):
+    from pod.eviction import manager
+
+    model, seen = build(*which), []
+    weights = manager.attention_weights
+
+    def counting(q, *args):
+        seen.append(q.shape[3])
+        return weights(q, *args)
+
+    monkeypatch.setattr(manager, "attention_weights", counting)
+    monkeypatch.setattr(manager, "MAX_LOGITS", 2 * 4 * 60 * 7)  # seven queries of H2O at once, at most fourteen
+    cache = pod.PodCache(model.config, eviction=method)
+    fed(model, cache, tokens(2, 60))
+    fed(model, cache, tokens(2, 5))
+    fed(model, cache, tokens(2, 1))
+    assert seen and max(seen) <= (14 if isinstance(method, H2O) else method.observed)
+
+
+@named(TIGHT)
+def test_half_precision(method):
+    model = copy.deepcopy(build()).bfloat16()
+    cache = pod.PodCache(model.config, eviction=method)
+    out = fed(model, cache, tokens(2, 40))
+    _, logits, _ = greedy(model, cache, out, 5)
+    fed(model, cache, tokens(2, 4))
+    assert logits.dtype == torch.bfloat16 and logits.isfinite().all()
+    assert cache._evicting.layers[1].values.data.dtype == torch.bfloat16
+
+
+def test_eviction_on_the_command_line(capsys):
+    from pod.generate import main
+
+    assert main(["--eviction", "list"]) == 0
+    assert "snapkv:budget" in capsys.readouterr().out
+    assert main(["--ckpt", "nowhere", "--prompt", "x", "--eviction", "h2p:budget=3"]) == 2
+    assert "did you mean 'h2o'" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--eviction", "h2o:budget=3"])
+
+
+@pytest.mark.parametrize("which", BOTH)
+@named(TIGHT)
+@pytest.mark.parametrize("count", [1, 6])
+def test_a_failed_forward_can_be_repeated(method, which, count):
+    model = build(*which)
+    cache = pod.PodCache(model.config, eviction=method)
+    fed(model, cache, tokens(2, 40))
+    fed(model, cache, tokens(2, 1))
+    expected = copy.deepcopy(cache)
+    wanted = [fed(model, expected, tokens(2, count, seed=9)), fed(model, expected, tokens(2, 1, seed=5))]
+
+    def fail(*args):
+        raise RuntimeError("out of memory")
+
+    handle = model.model.layers[3].register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        fed(model, cache, tokens(2, count))
+    handle.remove()
+    got = [fed(model, cache, tokens(2, count, seed=9)), fed(model, cache, tokens(2, 1, seed=5))]
+    if count == 1:  # several tokens are evicted from the first blocks before the failure, as a prefill is
+        assert_close(got[0], wanted[0])
+        assert_close(got[1], wanted[1])
+    for layer in range(5):
+        positions = cache.positions(layer)
+        for held in positions.flatten(0, 1).tolist():
+            real = [position for position in held if position >= 0]
+            assert len(set(real)) == len(real) and max(real) <= 41 + count
+
+
+class EveryThird(H2O):
+    """Heavy hitters, evicted after every third token."""
+
+    when = 3
+
+
+@pytest.mark.parametrize("which", BOTH)
+@pytest.mark.parametrize("max_length", [None, 80])
+def test_evicting_every_third_step(which, max_length):
+    model = build(*which)
+    cache = pod.PodCache(model.config, eviction=EveryThird(16), max_length=max_length)
+    fed(model, cache, tokens(2, 40))
+    held = [storage.data_ptr() for storage in cache.storages()]
+    for step in range(1, 10):
+        fed(model, cache, tokens(2, 1, seed=step))
+        for layer in range(5):
+            assert ((cache.positions(layer) >= 0).sum(dim=-1) == 16 + step % 3).all()
+        assert [storage.data_ptr() for storage in cache.storages()] == held
+
+
+@named(TIGHT)
+def test_a_row_of_padding_only(method):
+    model = build()
+    cache = pod.PodCache(model.config, eviction=method)
+    mask = torch.ones(2, 30, dtype=torch.long)
+    mask[1] = 0
+    fed(model, cache, tokens(2, 30), mask)
+    alone = pod.PodCache(model.config, eviction=method)
+    for step in range(4):
+        mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+        new = tokens(2, 1, seed=step)
+        assert_close(fed(model, cache, new, mask)[1], fed(model, alone, new[1:])[0])
+    assert cache.positions(0)[1, 0, :4].tolist() == [0, 1, 2, 3]
