@@ -93,7 +93,7 @@ def slot_attention(
     """
     heads, batch, groups, count, _ = q.shape
     num_anchors = keys[0].shape[0]
-    used = keys[0].shape[2]
+    used = values[0].shape[2]
     width = used + count
     is_real = positions >= 0
     column = torch.arange(width, device=q.device)

@@ -2,6 +2,9 @@
 
 import math
 
+import torch
+from torch import Tensor
+
 
 class SimulatedCascade:
     """METHODS.md's rules, token by token. A token is its position; sub-caches are lists, oldest first."""
@@ -47,3 +50,85 @@ def softmax(logits: list[float]) -> list[float]:
     highest = max(logits)
     weights = [math.exp(logit - highest) for logit in logits]
     return [weight / sum(weights) for weight in weights]
+
+
+def turned(vector: Tensor, place: int, base: float = 10000.0) -> Tensor:
+    """RoPE of one vector [D]: the pair (i, i + D/2) turns by place * base^(-2i/D)."""
+    half = vector.shape[0] // 2
+    out = vector.clone()
+    for i in range(half):
+        angle = place * base ** (-2 * i / (2 * half))
+        first, second = float(vector[i]), float(vector[i + half])
+        out[i] = first * math.cos(angle) - second * math.sin(angle)
+        out[i + half] = second * math.cos(angle) + first * math.sin(angle)
+    return out
+
+
+class SimulatedLayers:
+    """One row's attention in all layers, query by query; every token is at hand, only kept ones are used.
+
+    Args:
+        anchors: [L][H_kv] anchor layers.
+        groups: query heads per KV head.
+        sink_size, recent_size, share: of PoD.
+        cascade: budget, sinks, num_cascades.
+        gamma, reduction: of the scores.
+        rotates: q and k come before RoPE and are turned to their place among the kept tokens.
+    """
+
+    def __init__(self, anchors, groups, sink_size, recent_size, share, cascade, gamma, reduction, rotates) -> None:
+        self.anchors, self.groups, self.share = anchors, groups, share
+        self.sink_size, self.recent_size = sink_size, recent_size
+        self.gamma, self.reduction, self.rotates = gamma, reduction, rotates
+        self.cascades = {
+            (layer, head): SimulatedCascade(*cascade)
+            for layer, row in enumerate(anchors)
+            for head, anchor in enumerate(row)
+            if anchor == layer
+        }
+        self.q: list[Tensor] = []  # of each token [L, H, D]
+        self.k: list[Tensor] = []  # [L, H_kv, D]
+        self.v: list[Tensor] = []
+
+    def feed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """A chunk of q [L, H, T, D], k and v [L, H_kv, T, D]; its outputs [L, H, T, D]."""
+        first, count = len(self.q), q.shape[2]
+        for t in range(count):
+            self.q.append(q[:, :, t].double())
+            self.k.append(k[:, :, t].double())
+            self.v.append(v[:, :, t].double())
+        out = torch.zeros(q.shape, dtype=torch.float64)
+        new_scores: dict[tuple[int, int], dict[int, float]] = {}
+        for layer, row in enumerate(self.anchors):
+            for head, anchor in enumerate(row):
+                kept = self.cascades[anchor, head].kept()
+                sums = [dict.fromkeys([*kept, *range(first, first + count)], 0.0) for _ in range(self.groups)]
+                for group in range(self.groups):
+                    asking = head * self.groups + group
+                    for t in range(count):
+                        keys = [*kept, *range(first, first + t + 1)]
+                        weights = self.weights(layer, anchor, head, asking, first + t, keys)
+                        for key, weight in zip(keys, weights, strict=True):
+                            out[layer, asking, t] += weight * self.v[key][layer, head]
+                            sums[group][key] += (1 - self.gamma) * self.gamma ** (count - 1 - t) * weight
+                if anchor == layer:
+                    reduce = max if self.reduction == "max" else (lambda numbers: sum(numbers) / len(numbers))
+                    new_scores[layer, head] = {key: reduce([one[key] for one in sums]) for key in sums[0]}
+        for place, scores in new_scores.items():
+            cascade = self.cascades[place]
+            for token in cascade.scores:
+                cascade.scores[token] = self.gamma**count * cascade.scores[token] + scores[token]
+            for token in range(first, first + count):
+                cascade.insert(scores[token])
+        return out
+
+    def weights(self, layer: int, anchor: int, head: int, asking: int, query: int, keys: list[int]) -> list[float]:
+        logits = []
+        for place, key in enumerate(keys):
+            proximal = key < self.sink_size or query - key < self.recent_size
+            q = self.q[query][layer if proximal or self.share == "keys" else anchor, asking]
+            k = self.k[key][layer if proximal else anchor, head]
+            if self.rotates:
+                q, k = turned(q, len(keys) - 1), turned(k, place)
+            logits.append(float(q @ k) / math.sqrt(q.shape[0]))
+        return softmax(logits)
