@@ -16,6 +16,7 @@ rings hold slot numbers, and a new token is written where a dropped one was: an 
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,23 +45,23 @@ class Cascades:
         """c, slots of one sub-cache."""
         return self.budget // self.num_cascades
 
-    def entries(self, level: int, count: Tensor) -> Tensor:
+    def entries(self, level: int, count: np.ndarray) -> np.ndarray:
         """How many tokens sub-cache `level` has accepted when `count` tokens, sinks not counted, were added."""
         last = count - 1
-        eager = (last.clamp(max=self.budget) - level * self.size + 1).clamp(min=0)
-        return eager + torch.where(last > self.budget, (last >> level) - (self.budget >> level), 0)
+        eager = np.maximum(np.minimum(last, self.budget) - level * self.size + 1, 0)
+        return eager + np.where(last > self.budget, (last >> level) - (self.budget >> level), 0)
 
-    def offers(self, level: int, count: Tensor) -> Tensor:
+    def offers(self, level: int, count: np.ndarray) -> np.ndarray:
         """How many tokens were offered to sub-cache `level` when `count` tokens, sinks not counted, were added."""
-        return count if level == 0 else (self.entries(level - 1, count) - self.size).clamp(min=0)
+        return count if level == 0 else np.maximum(self.entries(level - 1, count) - self.size, 0)
 
-    def times(self, level: int, entry: Tensor) -> Tensor:
+    def times(self, level: int, entry: np.ndarray) -> np.ndarray:
         """The index u, sinks not counted, of the token with which sub-cache `level` accepts its `entry`-th token."""
         eager = entry + level * self.size
         later = ((self.budget >> level) + eager - self.budget) << level
-        return torch.where(eager <= self.budget, eager, later)
+        return np.where(eager <= self.budget, eager, later)
 
-    def ranks(self, seen: Tensor) -> Tensor:
+    def ranks(self, seen: np.ndarray, device: torch.device) -> Tensor:
         """The place of each ring position among the kept tokens, counted from the oldest, sinks included.
 
         Args:
@@ -69,38 +70,42 @@ class Cascades:
         Returns:
             [B, N, c] int64; what it says of a ring position that holds nothing has no meaning.
         """
-        count = (seen - self.sinks).clamp(min=0)
-        place = torch.arange(self.size)
-        older = torch.full_like(seen, self.sinks)
-        ranks = []
-        for level in reversed(range(self.num_cascades)):
-            first = (self.entries(level, count) - self.size).clamp(min=0)
-            ranks.append(older[:, None] + (place - first[:, None]).remainder(self.size))
-            older = older + self.entries(level, count).clamp(max=self.size)
-        return torch.stack(ranks[::-1], dim=1)
+        count = np.maximum(seen - self.sinks, 0)
+        entries = np.stack([self.entries(level, count) for level in range(self.num_cascades)], axis=1)
+        first = np.maximum(entries - self.size, 0)
+        # Older tokens: the sinks, and what the sub-caches further down hold.
+        older = self.sinks + (entries - first)[:, ::-1].cumsum(axis=1)[:, ::-1] - (entries - first)
+        first, older = (torch.from_numpy(part.copy()).to(device)[..., None] for part in (first, older))
+        return older + (torch.arange(self.size, device=device) - first).remainder(self.size)
 
-    def plan(self, seen: Tensor, new: Tensor, columns: int) -> "Plan":
+    def plan(self, seen: np.ndarray, new: np.ndarray, columns: int, device: torch.device) -> "Plan":
         """What inserting a chunk does, as far as it does not depend on scores.
 
+        The arithmetic runs on the host, where it costs a fraction of what starting as many kernels would.
+
         Args:
-            seen: [B] int64 on the CPU, tokens of each row before the chunk, sinks included.
-            new: [B] int64 on the CPU, tokens of each row in it, right-aligned in its columns.
+            seen: [B] int64, tokens of each row before the chunk, sinks included.
+            new: [B] int64, tokens of each row in it, right-aligned in its columns.
             columns: T, columns of the chunk.
+            device: where the plan is used.
         """
-        before, after = (seen - self.sinks).clamp(min=0), (seen + new - self.sinks).clamp(min=0)
+        before, after = np.maximum(seen - self.sinks, 0), np.maximum(seen + new - self.sinks, 0)
         nobody = self.slots + columns
 
-        def numbered(first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+        def numbered(first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             """first, first + 1, .. of each row [B, most], and which of them are below last."""
-            number = first[:, None] + torch.arange(int((last - first).max()))
+            number = first[:, None] + np.arange((last - first).max())
             return number, number < last[:, None]
 
-        token, is_token = numbered(columns - (after - before), torch.full_like(seen, columns))
-        empty, is_empty = numbered(before.clamp(max=self.budget), after.clamp(max=self.budget))
+        def placed(array: np.ndarray) -> Tensor:
+            return torch.from_numpy(array).to(device)
+
+        token, is_token = numbered(columns - (after - before), np.full_like(seen, columns))
+        empty, is_empty = numbered(np.minimum(before, self.budget), np.minimum(after, self.budget))
         levels = []
         for level in range(self.num_cascades):
             offered = self.offers(level, before)
-            most = int((self.offers(level, after) - offered).max())
+            most = (self.offers(level, after) - offered).max()
             if not most:
                 break
             old, end = self.entries(level, before), self.entries(level, after)
@@ -113,32 +118,33 @@ class Cascades:
             if level:
                 # The one offer that is not accepted between an entry and the next one.
                 step = 1 << (level - 1)
-                challenge = (time.clamp(min=self.budget) // step + 1) * step
+                challenge = (np.maximum(time, self.budget) // step + 1) * step
                 is_newest = self.entries(level, challenge + 1) == entry + 1
                 is_in_chunk = (challenge >= before[:, None]) & (challenge < after[:, None])
                 is_contested = is_entry & is_newest & is_in_chunk & (challenge % (2 * step) != 0)
-                if bool(is_contested.any()):
-                    challengers = self.offers(level, challenge + 1) - 1 - offered[:, None]
-                    challengers = challengers.masked_fill(~is_contested, -1)
-            pushed, is_pushed = numbered((old - self.size).clamp(min=0), (end - self.size).clamp(min=0))
+                if is_contested.any():
+                    which = self.offers(level, challenge + 1) - 1 - offered[:, None]
+                    challengers = placed(np.where(is_contested, which, -1))
+            pushed, is_pushed = numbered(np.maximum(old - self.size, 0), np.maximum(end - self.size, 0))
             width = min(entry.shape[1], self.size)
-            kept = end[:, None] - 1 - torch.arange(width)
-            is_kept = kept >= first[:, None].clamp(min=0)
+            kept = end[:, None] - 1 - np.arange(width)
+            is_kept = kept >= np.maximum(first, 0)[:, None]
+            accepted = self.offers(level, time[:, 1:] + 1) - 1 - offered[:, None]
             levels.append(
                 LevelPlan(
-                    newest=first[:, None].remainder(self.size),
-                    accepted=(self.offers(level, time[:, 1:] + 1) - 1 - offered[:, None]).clamp(0, most - 1),
+                    newest=placed(first[:, None] % self.size),
+                    accepted=placed(np.clip(accepted, 0, most - 1)),
                     challengers=challengers,
-                    pushed=torch.where(is_pushed, pushed - first[:, None], 0),
-                    pushed_old=pushed.remainder(self.size),
-                    is_pushed=is_pushed,
-                    kept=(kept - first[:, None]).clamp(min=0),
-                    places=torch.where(is_kept, kept.remainder(self.size), self.size),
+                    pushed=placed(np.where(is_pushed, pushed - first[:, None], 0)),
+                    pushed_old=placed(pushed % self.size),
+                    is_pushed=placed(is_pushed),
+                    kept=placed(np.maximum(kept - first[:, None], 0)),
+                    places=placed(np.where(is_kept, kept % self.size, self.size)),
                 )
             )
         return Plan(
-            tokens=torch.where(is_token, self.slots + token, nobody),
-            empty=torch.where(is_empty, self.sinks + empty, nobody),
+            tokens=placed(np.where(is_token, self.slots + token, nobody)),
+            empty=placed(np.where(is_empty, self.sinks + empty, nobody)),
             levels=levels,
         )
 
@@ -181,14 +187,6 @@ class Plan:
     tokens: Tensor
     empty: Tensor
     levels: list[LevelPlan]
-
-    def to(self, device: torch.device) -> "Plan":
-        """The same on another device."""
-        moved = [
-            LevelPlan(**{name: None if value is None else value.to(device) for name, value in vars(level).items()})
-            for level in self.levels
-        ]
-        return Plan(self.tokens.to(device), self.empty.to(device), moved)
 
 
 @dataclass

@@ -10,6 +10,7 @@ forward, F slots in use, P slots in all, D head dimension.
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
@@ -172,12 +173,12 @@ class SlotStore(Store):
         # Rows that are alike, the usual case, share one plan.
         is_alike = len(set(self._seen)) == 1 and len(set(new)) == 1
         rows = slice(0, 1) if is_alike else slice(None)
-        seen, counts = torch.tensor(self._seen[rows]), torch.tensor(new[rows])
+        seen, counts = np.array(self._seen[rows]), np.array(new[rows])
         cascades = self.cascades
-        plan = cascades.plan(seen, counts, count).to(device)
-        ranks = cascades.ranks(seen).to(device) if self.rotates else None
+        plan = cascades.plan(seen, counts, count, device)
+        ranks = cascades.ranks(seen, device) if self.rotates else None
         used = min(max(self._seen), cascades.slots)
-        seen, counts = seen.to(device), counts.to(device)
+        seen, counts = torch.from_numpy(seen).to(device), torch.from_numpy(counts).to(device)
         kept = seen.clamp(max=cascades.slots)
         place = column - (count - counts)[:, None]
         positions = torch.where(place >= 0, seen[:, None] + place, -1).expand(batch, -1)

@@ -54,14 +54,13 @@ def softmax(logits: list[float]) -> list[float]:
 
 def turned(vector: Tensor, place: int, base: float = 10000.0) -> Tensor:
     """RoPE of one vector [D]: the pair (i, i + D/2) turns by place * base^(-2i/D)."""
-    half = vector.shape[0] // 2
-    out = vector.clone()
+    numbers, half = vector.tolist(), vector.shape[0] // 2
+    out = list(numbers)
     for i in range(half):
-        angle = place * base ** (-2 * i / (2 * half))
-        first, second = float(vector[i]), float(vector[i + half])
-        out[i] = first * math.cos(angle) - second * math.sin(angle)
-        out[i + half] = second * math.cos(angle) + first * math.sin(angle)
-    return out
+        angle = place * base ** (-i / half)
+        out[i] = numbers[i] * math.cos(angle) - numbers[i + half] * math.sin(angle)
+        out[i + half] = numbers[i + half] * math.cos(angle) + numbers[i] * math.sin(angle)
+    return torch.tensor(out, dtype=vector.dtype)
 
 
 class SimulatedLayers:

@@ -1,5 +1,6 @@
 """The cascade's bookkeeping, chunk by chunk and vectorised, against the plain simulation token by token."""
 
+import numpy as np
 import pytest
 import torch
 from cascade_simulation import SimulatedCascade
@@ -21,7 +22,7 @@ def streams(draw):
     return levels, size, sinks, rows, chunks, draw(st.integers(0, 2**16)), draw(st.integers(1, 6))
 
 
-@settings(deadline=None, max_examples=300, derandomize=True)
+@settings(deadline=None, max_examples=200, derandomize=True)
 @given(streams())
 def test_chunks_equal_the_simulation(stream):
     levels, size, sinks, rows, chunks, seed, different = stream
@@ -34,7 +35,7 @@ def test_chunks_equal_the_simulation(stream):
     seen = torch.zeros(rows, dtype=torch.long)
     for chunk in chunks:
         new, columns = torch.tensor(chunk), max(chunk)
-        plan = cascades.plan(seen, new, columns)
+        plan = cascades.plan(seen.numpy(), new.numpy(), columns, seen.device)
         positions = seen[:, None] + torch.arange(columns) - (columns - new)[:, None]
         positions[torch.arange(columns) < (columns - new)[:, None]] = -1
         # Few different scores, so that there are ties.
@@ -58,7 +59,7 @@ def test_chunks_equal_the_simulation(stream):
         assert torch.equal(held, state.positions[..., :-1])
         written = (held != before).sum(dim=2)
         assert torch.equal(written, (slots >= 0).sum(dim=2)), "a slot was written twice"
-        ranks = state.ranks(cascades, cascades.ranks(seen))
+        ranks = state.ranks(cascades, cascades.ranks(seen.numpy(), seen.device))
         for head in range(heads):
             for row in range(rows):
                 sim = truth[head][row]
@@ -77,7 +78,7 @@ def test_the_span_is_the_papers_equation_4(levels, size, sinks):
     span = size * sum(2**i for i in range(levels))
     seen, total = 0, sinks + 5 * span
     for count in [7] * (total // 7):
-        plan = cascades.plan(torch.tensor([seen]), torch.tensor([count]), count)
+        plan = cascades.plan(np.array([seen]), np.array([count]), count, state.rings.device)
         positions = torch.arange(seen, seen + count)[None]
         state.insert(cascades, plan, positions, torch.rand(1, 1, count))
         seen += count

@@ -15,14 +15,14 @@ STOCK = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3F
 
 
 @memoized
-def build(family="llama", share="scores", anchors=ANCHORS, sinks=2, recent=6):
+def stock_model(family: str, layers: int):
     config_class, model_class = STOCK[family]
     torch.manual_seed(0)
     config = config_class(
         vocab_size=VOCAB,
         hidden_size=32,
         intermediate_size=32,
-        num_hidden_layers=len(anchors),
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=8,
@@ -32,8 +32,15 @@ def build(family="llama", share="scores", anchors=ANCHORS, sinks=2, recent=6):
         bos_token_id=None,
         eos_token_id=None,
     )
+    return model_class(config).eval()
+
+
+@memoized
+def build(family="llama", share="scores", anchors=ANCHORS, sinks=2, recent=6):
+    """A tiny random PoD model in float32."""
+    stock = stock_model(family, len(anchors))
     blocks = pod.LayerBlocks([list(row) for row in anchors])
-    return pod.convert(model_class(config).eval(), blocks, sink_size=sinks, recent_size=recent, share=share)
+    return pod.convert(stock, blocks, sink_size=sinks, recent_size=recent, share=share)
 
 
 def tokens(*shape: int, seed: int = 0) -> Tensor:
