@@ -64,7 +64,7 @@ class PodAttention:
         self,
         hidden_states: Tensor,
         anchors: Anchors,
-        position_embeddings: tuple[Tensor, Tensor],
+        position_embeddings: tuple[Tensor, Tensor] | None,
         past_key_values: PodCache | None = None,
         lengths: Tensor | None = None,
         document_ids: Tensor | None = None,
@@ -74,7 +74,7 @@ class PodAttention:
         Args:
             hidden_states: [B, T, hidden].
             anchors: the running anchors, 2 * H_kv entries.
-            position_embeddings: (cos, sin) of RoPE.
+            position_embeddings: (cos, sin) of RoPE; None when the cache rotates.
             past_key_values: cache to write to and read from.
             lengths: [B] real tokens of left-padded rows.
             document_ids: [B, T] of packed documents.
@@ -89,7 +89,7 @@ class PodAttention:
         if hasattr(self, "q_norm"):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = q.transpose(1, 2), k.transpose(1, 2)
-        if past_key_values is None or not past_key_values.rotates:
+        if position_embeddings is not None:
             q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
 
         travels = past_key_values is None or past_key_values.takes_anchors(q.shape[2])
@@ -151,7 +151,7 @@ class PodDecoderLayer:
         self,
         hidden_states: Tensor,
         *anchors: Tensor | None,
-        position_embeddings: tuple[Tensor, Tensor],
+        position_embeddings: tuple[Tensor, Tensor] | None,
         past_key_values: PodCache | None = None,
         lengths: Tensor | None = None,
         document_ids: Tensor | None = None,
@@ -288,7 +288,9 @@ class PodModel:
         """Run all layers once: every layer's input where these are wanted, then the normed output, [B, T, hidden]."""
         if past_key_values is not None:
             past_key_values.begin(self.config, inputs_embeds, mask, self.rotary_emb)
-        position_embeddings = self.rotary_emb(inputs_embeds, position_ids=position_ids)
+        # A cache that rotates has asked for the angles it needs; asking for others would change a dynamic RoPE's state.
+        rotates = past_key_values is not None and past_key_values.rotates
+        position_embeddings = None if rotates else self.rotary_emb(inputs_embeds, position_ids=position_ids)
         states: Anchors = (inputs_embeds, *([None] * (2 * self.config.num_key_value_heads)))
         all_states = []
         for layer in self.layers:

@@ -14,6 +14,9 @@ from torch import Tensor
 
 from pod_kernels.cached import MAX_LOGITS
 
+# Logits that one part of the queries may materialise on a CPU; 2**20 float32 numbers are 4 MiB.
+CPU_LOGITS = 2**20
+
 
 @dataclass
 class BlockAnchor:
@@ -22,7 +25,7 @@ class BlockAnchor:
     Attributes:
         queries: [B, G, T, D] the anchor's queries.
         keys: its keys, [B, F, D] of the slots and [B, T, D] of the chunk.
-        logits: [B, G, T, M] float32 their products; None where they are computed again.
+        logits: [B, G, 1, M] float32, their products; None where they are computed (again).
     """
 
     queries: Tensor
@@ -46,14 +49,14 @@ class OwnKeys:
 
 
 def rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE (arXiv 2104.09864) in the half-split layout of Hugging Face's models.
+    """RoPE (arXiv 2104.09864) in the half-split layout of Hugging Face's models: pair (i, i + D/2) turns together.
 
     Args:
         states: [.., D].
-        cos, sin: the same shape, or one that broadcasts to it.
+        cos, sin: [.., D / 2] of each pair's angle; they broadcast.
     """
     first, second = states.chunk(2, dim=-1)
-    return states * cos + torch.cat([-second, first], dim=-1) * sin
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 def slot_attention(
@@ -70,6 +73,7 @@ def slot_attention(
     recent_size: int,
     scale: float,
     decay: Tensor | None = None,
+    return_logits: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, int]:
     """Attention of T queries to F slots and, causally, to their own T tokens.
 
@@ -85,11 +89,11 @@ def slot_attention(
         sink_size, recent_size: which pairs are proximal, by the tokens' positions.
         scale: factor on every logit.
         decay: [T] float32, the factor of each query in `sums`; None for no sums.
+        return_logits: give the anchor heads' logits back, for one query.
 
     Returns:
         out [H_kv, B, G, T, D], zero at padding; sums [A, B, G, M] float32, each key's attention summed over the queries
-        with `decay`; the anchor heads' logits [A, B, G, T, M] for one query, else None; how many (query, key) pairs
-        were multiplied.
+        with `decay`; the anchor heads' logits [A, B, G, 1, M] float32; how many (query, key) pairs were multiplied.
     """
     heads, batch, groups, count, _ = q.shape
     num_anchors = keys[0].shape[0]
@@ -101,49 +105,76 @@ def slot_attention(
     in_slots = column[:used] < kept[:, None]
     has_key = torch.cat([in_slots.expand(batch, -1), is_real], dim=1)
     order = torch.arange(count, device=q.device)
-    chunk = max(1, min(count, MAX_LOGITS // max(1, batch * heads * groups * width)))
+    if count > 1:
+        # One query reads slots and chunk in place. For many, one product over both is worth the copy.
+        keys, values = ((torch.cat(pieces, dim=2),) for pieces in (keys, values))
+    if count > 1 and decay is None and not anchors:
+        seen = has_key[:, None] & (column - used <= order[:, None])
+        out = _fused(q, keys[0], values[0], seen, scale)
+        return out.masked_fill(~is_real[:, None, :, None], 0), None, None, heads * batch * groups * count * width
+    # On a CPU the logits of one part should stay in its caches.
+    most = MAX_LOGITS if q.is_cuda else CPU_LOGITS
+    chunk = max(1, min(count, most // max(1, batch * heads * groups * width)))
     sums = q.new_zeros(num_anchors, batch, groups, width, dtype=torch.float32) if decay is not None else None
     pieces, kept_logits, pairs = [], None, 0
     for first in range(0, count, chunk):
         part = slice(first, first + chunk)
         asked = q[:, :, :, part]
         at = positions[:, part]
-        logits = q.new_empty(heads, batch, groups, at.shape[1], width, dtype=torch.float32)
-        pairs += _multiply(logits[:num_anchors], asked[:num_anchors], keys, scale)
-        if count == 1:
-            kept_logits = logits[:num_anchors].clone()
-        for place, anchor in enumerate(anchors, start=num_anchors):
-            if share == "scores" and anchor.logits is not None:
-                logits[place] = anchor.logits
-                continue
-            queries = anchor.queries[:, :, part] if share == "scores" else asked[place]
-            distant = tuple(piece[None] for piece in anchor.keys)
-            pairs += _multiply(logits[place : place + 1], queries[None], distant, scale)
-        if own is not None:
+        logits, multiplied = _products(asked[:num_anchors], keys, scale)
+        pairs += multiplied
+        if return_logits:
+            kept_logits = logits.clone()
+        if anchors:
+            logits, multiplied = _with_shared(logits, asked, anchors, part, share, scale)
+            pairs += multiplied
             pairs += _put_own(logits[num_anchors:], asked[num_anchors:], own, at, sink_size, recent_size, scale)
         seen = has_key[:, None] & (column - used <= order[part, None])
         logits.masked_fill_(~seen[None, :, None], torch.finfo(torch.float32).min)
         weights = torch.softmax(logits, dim=-1)
-        weights = weights.masked_fill(~is_real[:, part][None, :, None, :, None], 0)
+        weights.masked_fill_(~is_real[:, part][None, :, None, :, None], 0)
         if sums is not None:
             sums += decay[part] @ weights[:num_anchors]
         weights = weights.to(values[0].dtype).flatten(2, 3)
-        out = weights[..., :used] @ values[0] + weights[..., used:] @ values[1]
+        out = sum(share @ piece for share, piece in zip(weights.split(_widths(values), dim=-1), values, strict=True))
         pieces.append(out.unflatten(2, (groups, -1)))
     return torch.cat(pieces, dim=3), sums, kept_logits, pairs
 
 
-def _multiply(logits: Tensor, queries: Tensor, keys: tuple[Tensor, ...], scale: float) -> int:
-    """Fill logits [h, B, G, t, M] from queries [h, B, G, t, D] and keys in pieces [h, B, .., D]; how many pairs."""
-    first = 0
-    pairs = 0
-    for piece in keys:
-        products = queries.flatten(2, 3) @ piece.transpose(2, 3)
-        last = first + piece.shape[2]
-        logits[..., first:last] = products.unflatten(2, queries.shape[2:4]).float() * scale
-        pairs += products.numel()
-        first = last
-    return pairs
+def _widths(pieces: tuple[Tensor, ...]) -> list[int]:
+    return [piece.shape[-2] for piece in pieces]
+
+
+def _products(queries: Tensor, keys: tuple[Tensor, ...], scale: float) -> tuple[Tensor, int]:
+    """[h, B, G, t, M] float32 logits of queries [h, B, G, t, D] and keys in pieces [h, B, .., D]; how many pairs."""
+    products = [queries.flatten(2, 3) @ piece.transpose(2, 3) for piece in keys]
+    logits = products[0] if len(products) == 1 else torch.cat(products, dim=-1)
+    return logits.unflatten(2, queries.shape[2:4]).float().mul_(scale), logits.numel()
+
+
+def _with_shared(
+    logits: Tensor, asked: Tensor, anchors: list[BlockAnchor], part: slice, share: str, scale: float
+) -> tuple[Tensor, int]:
+    """The anchor heads' logits [A, B, G, t, M] and after them the other heads', all distant so far; how many pairs."""
+    all_logits, pairs = [logits] if len(logits) else [], 0
+    for place, anchor in enumerate(anchors, start=len(logits)):
+        if anchor.logits is not None:
+            all_logits.append(anchor.logits[None])
+            continue
+        queries = anchor.queries[:, :, part] if share == "scores" else asked[place]
+        products, multiplied = _products(queries[None], tuple(piece[None] for piece in anchor.keys), scale)
+        all_logits.append(products)
+        pairs += multiplied
+    return torch.cat(all_logits), pairs
+
+
+def _fused(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float) -> Tensor:
+    """Plain attention [H_kv, B, G, T, D] with the mask seen [B, T, M]."""
+    heads, batch = q.shape[:2]
+    mask = seen.expand(heads, -1, -1, -1).flatten(0, 1)[:, None]
+    q, keys, values = q.flatten(0, 1), keys.flatten(0, 1)[:, None], values.flatten(0, 1)[:, None]
+    out = torch.nn.functional.scaled_dot_product_attention(q, keys, values, mask, scale=scale, enable_gqa=True)
+    return out.unflatten(0, (heads, batch))
 
 
 def _put_own(

@@ -49,7 +49,8 @@ class Step:
         counts: [B or 1] real tokens.
         plan: of the insertion.
         ranks: [B or 1, N, c] of `Cascades.ranks`.
-        angles: cos and sin [B or 1, T, D] of the new tokens, and the table [.., D] for slots; None without rotation.
+        angles: cos and sin [B or 1, T, D / 2] of the new tokens; None without rotation.
+        table: cos and sin [.., D / 2] by place; None without rotation.
         decay: [T] each query's factor in the scores; None without scores.
     """
 
@@ -200,68 +201,59 @@ class SlotStore(Store):
         if not self._layers:
             self._layers = [self._allocate(index, k) for index in range(self._blocks.num_layers)]
         stored = self._layers[layer]
-        heads = len(order)
-        q = q.detach().unflatten(1, (heads, -1)).transpose(0, 1)[order]  # [H_kv, B, G, T, D] in storage order
+        q = q.detach().unflatten(1, (len(order), -1)).transpose(0, 1)[order]  # [H_kv, B, G, T, D] in storage order
         new_k, v = (states.detach().transpose(0, 1)[order] for states in (k, v))
         k = new_k
         if self.rotates:
             cos, sin = step.angles
             q, k = rotated(q, cos[:, None], sin[:, None]), rotated(new_k, cos, sin)
 
-        kept_keys = stored.keys.rectangle[:, :, : step.used]
-        found = ranks = None
-        if num_anchors:
-            found = stored.state.positions[..., : step.used].clone()
+        kept_k, ranks = stored.keys.rectangle[:, :, : step.used], None
         if num_anchors and self.rotates:
             ranks = stored.state.ranks(self.cascades, step.ranks)[..., : step.used]
-            kept_keys = self._rotated_to(kept_keys, ranks)
+            kept_k = self._rotated_to(kept_k, ranks)
         blocks = [self._open[self._anchors[layer][head], head] for head in order[num_anchors:]]
-        own = self._own_keys(stored, k[num_anchors:], blocks) if blocks else None
+        goes_on = [place for place in range(num_anchors) if not self._ends[layer][order[place]]]
+        keeps_logits = bool(goes_on) and q.shape[3] == 1 and self.config.share == "scores"
         out, sums, logits, pairs = slot_attention(
             q,
-            (kept_keys, k[:num_anchors]),
+            (kept_k, k[:num_anchors]),
             (stored.values.rectangle[:, :, : step.used], v),
             kept=step.kept,
             positions=step.positions,
             anchors=[block.anchor for block in blocks],
-            own=own,
+            own=self._own_keys(stored, k[num_anchors:], blocks) if blocks else None,
             share=self.config.share,
             sink_size=self.config.sink_size,
             recent_size=self.config.recent_size,
             scale=scale,
             decay=step.decay if num_anchors else None,
+            return_logits=keeps_logits,
         )
         self.pairs += pairs
 
         slots = [block.slots[None] for block in blocks]
         if num_anchors:
+            found = stored.state.positions[..., : step.used].clone() if goes_on else None
             chosen = self._insert(stored.state, sums)
             slots.insert(0, chosen)
-            for place, head in enumerate(order[:num_anchors]):
-                if not self._ends[layer][head]:
-                    self._open[layer, head] = OpenBlock(
-                        BlockAnchor(
-                            q[place],
-                            (kept_keys[place], k[place]),
-                            logits[place] if logits is not None and self.config.share == "scores" else None,
-                        ),
-                        found[place],
-                        ranks[place] if self.rotates else None,
-                        chosen[place],
-                        new_k[place],
-                    )
-            ends = [place for place, head in enumerate(order[:num_anchors]) if self._ends[layer][head]]
-            self._put(stored.keys.rectangle, new_k[:num_anchors], chosen, ends)
+            for place in goes_on:
+                self._open[layer, order[place]] = OpenBlock(
+                    BlockAnchor(q[place], (kept_k[place], k[place]), logits[place] if keeps_logits else None),
+                    found[place],
+                    ranks[place] if self.rotates else None,
+                    chosen[place],
+                    new_k[place],
+                )
+            # Where the block goes on, its layers still read the keys that the new ones will overwrite.
+            ends = [place for place in range(num_anchors) if place not in goes_on]
+            self._put(stored.keys.rectangle, new_k[:num_anchors], chosen, ends if goes_on else None)
         self._put(stored.values.rectangle, v, torch.cat(slots))
         if blocks:
             self._put_own(stored, new_k[num_anchors:], torch.cat(slots[-len(blocks) :]))
         for head in order[num_anchors:]:
             if self._ends[layer][head]:
-                anchor = self._anchors[layer][head]
-                block = self._open.pop((anchor, head))
-                place = self._orders[anchor].index(head)
-                keys = self._layers[anchor].keys.rectangle[place : place + 1]
-                self._put(keys, block.keys[None], block.slots[None])
+                self._close(self._anchors[layer][head], head)
         inverse = torch.tensor(order, device=q.device).argsort()
         return out[inverse].transpose(0, 1).flatten(1, 2)
 
@@ -359,28 +351,34 @@ class SlotStore(Store):
             slots = torch.where(kept, self._own_slots(positions), -1).expand(slots.shape)
         self._put(stored.own.rectangle, new, slots)
 
+    def _close(self, layer: int, head: int) -> None:
+        """Store the new keys of a block whose last layer has attended."""
+        block = self._open.pop((layer, head))
+        place = self._orders[layer].index(head)
+        self._put(self._layers[layer].keys.rectangle[place : place + 1], block.keys[None], block.slots[None])
+
     def _put(self, held: Tensor, new: Tensor, slots: Tensor, heads: list[int] | None = None) -> None:
-        """Write new [h, B, T, D] into their slots [h, B, T] of held [h, B, P, D], of some of the heads."""
-        if heads is not None and len(heads) < new.shape[0]:
-            chosen = torch.full(slots.shape[:1], False, device=slots.device)
-            chosen[heads] = True
-            slots = slots.masked_fill(~chosen[:, None, None], -1)
-        elif new.shape[2] == 1 and self._step.is_even:
-            # No index has to be found on the device.
-            index = slots[..., None].expand(new.shape)
-            held.scatter_(2, index, new)
+        """Write new [h, B, T, D] into their slots [h, B, T] of held [h, B, P, D], -1 for nowhere; of `heads` or all."""
+        head = torch.arange(len(held), device=held.device)
+        if heads is not None:
+            head = head[heads]
+            new, slots = new[head], slots[head]
+        if new.shape[2] == 1 and self._step.is_even:
+            # One token always stays: no index has to be found on the device.
+            row = torch.arange(new.shape[1], device=held.device)
+            held[head[:, None], row, slots[..., 0]] = new[:, :, 0]
             self.moved += new.shape[0] * new.shape[1]
             return
-        head, row, column = (slots >= 0).nonzero(as_tuple=True)
-        held[head, row, slots[head, row, column]] = new[head, row, column]
-        self.moved += len(head)
+        place, row, column = (slots >= 0).nonzero(as_tuple=True)
+        held[head[place], row, slots[place, row, column]] = new[place, row, column]
+        self.moved += len(place)
 
     def _rotated_to(self, keys: Tensor, ranks: Tensor) -> Tensor:
         cos, sin = self._step.table
         return rotated(keys, cos[ranks.clamp(max=len(cos) - 1)], sin[ranks.clamp(max=len(sin) - 1)])
 
     def _rotary_table(self, inputs: Tensor, length: int, rotary: Rotary) -> tuple[Tensor, Tensor]:
-        """cos and sin [length or more, D] of the first places."""
+        """cos and sin [length or more, D / 2] of the first places."""
         kind = getattr(rotary, "rope_type", "")
         # These change their frequencies with the longest position in use.
         changes = "dynamic" in kind or kind == "longrope"
@@ -389,7 +387,7 @@ class SlotStore(Store):
             if not changes:
                 length = max(length, self.cascades.slots + 1)
             places = torch.arange(length, device=inputs.device)[None]
-            self._table = tuple(part[0] for part in rotary(inputs, places))
+            self._table = tuple(part[0].chunk(2, dim=-1)[0] for part in rotary(inputs, places))
         return self._table
 
     def _allocate(self, layer: int, like: Tensor) -> LayerSlots:

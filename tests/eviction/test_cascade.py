@@ -107,7 +107,7 @@ def runs(draw):
     return chunks, anchors, share, reduction, sizes, cascade, draw(st.integers(0, 1000))
 
 
-@settings(deadline=None, max_examples=30, derandomize=True)
+@settings(deadline=None, max_examples=20, derandomize=True)
 @given(runs())
 def test_chunks_equal_the_simulation(run):
     chunks, anchors, share, reduction, (sink_size, recent_size), (size, sinks, levels), seed = run
@@ -121,7 +121,7 @@ def test_chunks_equal_the_simulation(run):
 @pytest.mark.parametrize("anchors", [((0, 0), (1, 1)), ((0, 0), (0, 1), (2, 1))], ids=["dense", "blocks"])
 def test_decoding_equals_the_simulation_step_by_step(anchors):
     # A prompt of two chunks, then single tokens until every token of the prompt could be gone.
-    chunks = [[5, 7], [4, 4]] + [[1, 1]] * 28
+    chunks = [[5, 7], [4, 4]] + [[1, 1]] * 20
     run_both(config_of(anchors, recent_size=6), Cascade(8, 2, 4, gamma=0.8), (8, 2, 4), chunks, gamma=0.8)
 
 
@@ -172,8 +172,8 @@ def test_one_sub_cache_is_streaming(which):
     model, ids = build(*which), tokens(2, 40)
     cascade = pod.PodCache(model.config, eviction=Cascade(10, sinks=3, num_cascades=1, stride=6))
     streaming = pod.PodCache(model.config, eviction=StreamingLLM(13, sinks=3, stride=6))
-    assert torch.equal(fed(model, cascade, ids), fed(model, streaming, ids))
-    assert torch.equal(fed(model, cascade, ids[:, :1]), fed(model, streaming, ids[:, :1]))
+    assert_close(fed(model, cascade, ids), fed(model, streaming, ids))
+    assert_close(fed(model, cascade, ids[:, :1]), fed(model, streaming, ids[:, :1]))
     for layer in range(len(model.model.layers)):
         assert torch.equal(cascade.positions(layer), streaming.positions(layer))
 

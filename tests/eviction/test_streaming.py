@@ -30,7 +30,7 @@ def runs(draw):
     return chunks, anchors, window, sinks, sizes, draw(st.sampled_from(POSITIONS))
 
 
-@settings(deadline=None, max_examples=20, derandomize=True)
+@settings(deadline=None, max_examples=15, derandomize=True)
 @given(runs())
 def test_chunks_equal_the_simulation(run):
     chunks, anchors, window, sinks, (sink_size, recent_size), positions = run
