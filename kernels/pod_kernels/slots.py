@@ -7,6 +7,7 @@ The slots hold tokens in any order: a softmax does not mind. Where keys are rota
 (StreamingLLM, arXiv 2309.17453, section 3.2), that has happened before.
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +15,9 @@ from torch import Tensor
 
 from pod_kernels.cached import MAX_LOGITS
 
-# Logits that one part of the queries may materialise on a CPU; 2**20 float32 numbers are 4 MiB.
+# Numbers that one part of the work may materialise on a CPU: what fits its caches.
 CPU_LOGITS = 2**20
+CPU_NUMBERS = 2**17
 
 
 @dataclass
@@ -24,12 +26,12 @@ class BlockAnchor:
 
     Attributes:
         queries: [B, G, T, D] the anchor's queries.
-        keys: its keys, [B, F, D] of the slots and [B, T, D] of the chunk.
+        keys: its keys in pieces [B, .., D], slots first; not read when there are logits.
         logits: [B, G, 1, M] float32, their products; None where they are computed (again).
     """
 
     queries: Tensor
-    keys: tuple[Tensor, Tensor]
+    keys: list[Tensor]
     logits: Tensor | None = None
 
 
@@ -56,12 +58,31 @@ def rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         cos, sin: [.., D / 2] of each pair's angle; they broadcast.
     """
     first, second = states.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    out = torch.empty_like(states)
+    turned_first, turned_second = out.chunk(2, dim=-1)
+    torch.mul(first, cos, out=turned_first).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=turned_second).addcmul_(first, sin)
+    return out
+
+
+def rotated_pieces(keys: Tensor, places: Tensor, cos: Tensor, sin: Tensor) -> Iterator[Tensor]:
+    """Keys turned to their places, piece by piece, so that on a CPU each is used while it is in the processor's caches.
+
+    Args:
+        keys: [A, B, F, D].
+        places: [A, B, F] int64.
+        cos, sin: [.., D / 2] by place.
+    """
+    heads, batch, used, dim = keys.shape
+    piece = used if keys.is_cuda else max(1, CPU_NUMBERS // max(1, heads * batch * dim))
+    for first in range(0, used, max(1, piece)):
+        part = places[:, :, first : first + piece]
+        yield rotated(keys[:, :, first : first + piece], cos[part], sin[part])
 
 
 def slot_attention(
     q: Tensor,
-    keys: tuple[Tensor, Tensor],
+    keys: Iterable[Tensor],
     values: tuple[Tensor, Tensor],
     *,
     kept: Tensor,
@@ -79,7 +100,8 @@ def slot_attention(
 
     Args:
         q: [H_kv, B, G, T, D], the anchor heads' first.
-        keys: [A, B, F, D] of the slots and [A, B, T, D] of the chunk, the anchor heads'.
+        keys: the anchor heads' M keys in pieces [A, B, .., D], slots first; read once, and one piece at a time when
+            there is one query.
         values: [H_kv, B, F, D] and [H_kv, B, T, D].
         kept: [B or 1] int64, slots in use in each row, from the first on.
         positions: [B, T] int64, each query's position in its row, -1 for padding.
@@ -96,7 +118,7 @@ def slot_attention(
         with `decay`; the anchor heads' logits [A, B, G, 1, M] float32; how many (query, key) pairs were multiplied.
     """
     heads, batch, groups, count, _ = q.shape
-    num_anchors = keys[0].shape[0]
+    num_anchors = heads - len(anchors)
     used = values[0].shape[2]
     width = used + count
     is_real = positions >= 0
@@ -107,7 +129,7 @@ def slot_attention(
     order = torch.arange(count, device=q.device)
     if count > 1:
         # One query reads slots and chunk in place. For many, one product over both is worth the copy.
-        keys, values = ((torch.cat(pieces, dim=2),) for pieces in (keys, values))
+        keys, values = ((torch.cat(list(pieces), dim=2),) for pieces in (keys, values))
     if count > 1 and decay is None and not anchors:
         seen = has_key[:, None] & (column - used <= order[:, None])
         out = _fused(q, keys[0], values[0], seen, scale)
@@ -121,13 +143,19 @@ def slot_attention(
         part = slice(first, first + chunk)
         asked = q[:, :, :, part]
         at = positions[:, part]
-        logits, multiplied = _products(asked[:num_anchors], keys, scale)
-        pairs += multiplied
+        all_logits = [_products(asked[:num_anchors], keys, scale)] if num_anchors else []
+        pairs += sum(logits.numel() for logits in all_logits)
         if return_logits:
-            kept_logits = logits.clone()
-        if anchors:
-            logits, multiplied = _with_shared(logits, asked, anchors, part, share, scale)
-            pairs += multiplied
+            kept_logits = all_logits[0].clone()
+        for place, anchor in enumerate(anchors, start=num_anchors):
+            if anchor.logits is not None:
+                all_logits.append(anchor.logits[None])
+                continue
+            queries = anchor.queries[:, :, part] if share == "scores" else asked[place]
+            all_logits.append(_products(queries[None], [piece[None] for piece in anchor.keys], scale))
+            pairs += all_logits[-1].numel()
+        logits = all_logits[0] if len(all_logits) == 1 else torch.cat(all_logits)
+        if own is not None:
             pairs += _put_own(logits[num_anchors:], asked[num_anchors:], own, at, sink_size, recent_size, scale)
         seen = has_key[:, None] & (column - used <= order[part, None])
         logits.masked_fill_(~seen[None, :, None], torch.finfo(torch.float32).min)
@@ -136,36 +164,17 @@ def slot_attention(
         if sums is not None:
             sums += decay[part] @ weights[:num_anchors]
         weights = weights.to(values[0].dtype).flatten(2, 3)
-        out = sum(share @ piece for share, piece in zip(weights.split(_widths(values), dim=-1), values, strict=True))
+        parts = weights.split([piece.shape[2] for piece in values], dim=-1)
+        out = sum(part @ piece for part, piece in zip(parts, values, strict=True))
         pieces.append(out.unflatten(2, (groups, -1)))
     return torch.cat(pieces, dim=3), sums, kept_logits, pairs
 
 
-def _widths(pieces: tuple[Tensor, ...]) -> list[int]:
-    return [piece.shape[-2] for piece in pieces]
-
-
-def _products(queries: Tensor, keys: tuple[Tensor, ...], scale: float) -> tuple[Tensor, int]:
-    """[h, B, G, t, M] float32 logits of queries [h, B, G, t, D] and keys in pieces [h, B, .., D]; how many pairs."""
+def _products(queries: Tensor, keys: Iterable[Tensor], scale: float) -> Tensor:
+    """[h, B, G, t, M] float32 logits of queries [h, B, G, t, D] and keys in pieces [h, B, .., D]."""
     products = [queries.flatten(2, 3) @ piece.transpose(2, 3) for piece in keys]
     logits = products[0] if len(products) == 1 else torch.cat(products, dim=-1)
-    return logits.unflatten(2, queries.shape[2:4]).float().mul_(scale), logits.numel()
-
-
-def _with_shared(
-    logits: Tensor, asked: Tensor, anchors: list[BlockAnchor], part: slice, share: str, scale: float
-) -> tuple[Tensor, int]:
-    """The anchor heads' logits [A, B, G, t, M] and after them the other heads', all distant so far; how many pairs."""
-    all_logits, pairs = [logits] if len(logits) else [], 0
-    for place, anchor in enumerate(anchors, start=len(logits)):
-        if anchor.logits is not None:
-            all_logits.append(anchor.logits[None])
-            continue
-        queries = anchor.queries[:, :, part] if share == "scores" else asked[place]
-        products, multiplied = _products(queries[None], tuple(piece[None] for piece in anchor.keys), scale)
-        all_logits.append(products)
-        pairs += multiplied
-    return torch.cat(all_logits), pairs
+    return logits.unflatten(2, queries.shape[2:4]).float().mul_(scale)
 
 
 def _fused(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float) -> Tensor:

@@ -9,6 +9,7 @@ forward, F slots in use, P slots in all, D head dimension.
 """
 
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from pod.blocks import LayerBlocks
 from pod.eviction.storage import Rotary, Store
 from pod_kernels import Segments
 from pod_kernels.cascade import Cascades, CascadeState, Plan
-from pod_kernels.slots import BlockAnchor, OwnKeys, rotated, slot_attention
+from pod_kernels.slots import BlockAnchor, OwnKeys, rotated, rotated_pieces, slot_attention
 
 
 @dataclass
@@ -208,16 +209,19 @@ class SlotStore(Store):
             cos, sin = step.angles
             q, k = rotated(q, cos[:, None], sin[:, None]), rotated(new_k, cos, sin)
 
-        kept_k, ranks = stored.keys.rectangle[:, :, : step.used], None
-        if num_anchors and self.rotates:
-            ranks = stored.state.ranks(self.cascades, step.ranks)[..., : step.used]
-            kept_k = self._rotated_to(kept_k, ranks)
         blocks = [self._open[self._anchors[layer][head], head] for head in order[num_anchors:]]
         goes_on = [place for place in range(num_anchors) if not self._ends[layer][order[place]]]
         keeps_logits = bool(goes_on) and q.shape[3] == 1 and self.config.share == "scores"
+        ranks, keys = None, [stored.keys.rectangle[:, :, : step.used]] if num_anchors else []
+        if num_anchors and self.rotates:
+            ranks = stored.state.ranks(self.cascades, step.ranks)[..., : step.used]
+            keys = rotated_pieces(keys[0], ranks, *step.table)
+        keys = chain(keys, [k[:num_anchors]])
+        if goes_on and not keeps_logits:
+            keys = list(keys)  # the block's other layers read them too
         out, sums, logits, pairs = slot_attention(
             q,
-            (kept_k, k[:num_anchors]),
+            keys,
             (stored.values.rectangle[:, :, : step.used], v),
             kept=step.kept,
             positions=step.positions,
@@ -238,8 +242,9 @@ class SlotStore(Store):
             chosen = self._insert(stored.state, sums)
             slots.insert(0, chosen)
             for place in goes_on:
+                read_again = [] if keeps_logits else [piece[place] for piece in keys]
                 self._open[layer, order[place]] = OpenBlock(
-                    BlockAnchor(q[place], (kept_k[place], k[place]), logits[place] if keeps_logits else None),
+                    BlockAnchor(q[place], read_again, logits[place] if keeps_logits else None),
                     found[place],
                     ranks[place] if self.rotates else None,
                     chosen[place],
@@ -331,7 +336,8 @@ class SlotStore(Store):
         known = found.gather(2, inside) if step.used else of_held.new_full(of_held.shape, -1)
         known = known.masked_fill(of_held >= width, -1)
         if self.rotates and step.used:
-            held = self._rotated_to(held, ranks.gather(2, inside))
+            places = ranks.gather(2, inside).clamp(max=len(step.table[0]) - 1)
+            held = torch.cat(list(rotated_pieces(held, places, *step.table)), dim=2)
         return OwnKeys(
             keys=torch.cat([held, new], dim=2),
             columns=torch.cat([of_held, columns[..., step.used :]], dim=2),
@@ -372,10 +378,6 @@ class SlotStore(Store):
         place, row, column = (slots >= 0).nonzero(as_tuple=True)
         held[head[place], row, slots[place, row, column]] = new[place, row, column]
         self.moved += len(place)
-
-    def _rotated_to(self, keys: Tensor, ranks: Tensor) -> Tensor:
-        cos, sin = self._step.table
-        return rotated(keys, cos[ranks.clamp(max=len(cos) - 1)], sin[ranks.clamp(max=len(sin) - 1)])
 
     def _rotary_table(self, inputs: Tensor, length: int, rotary: Rotary) -> tuple[Tensor, Tensor]:
         """cos and sin [length or more, D / 2] of the first places."""
