@@ -1,5 +1,7 @@
 """Cascade: positions, scores and outputs are those of a plain simulation; and what follows from its rules."""
 
+import copy
+
 import pytest
 import torch
 from cascade_simulation import SimulatedLayers
@@ -7,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import ANCHORS, DENSE, assert_close, build, fed, tokens
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import pod
@@ -138,6 +141,42 @@ def test_until_full_logits_are_those_without_eviction(which, stride):
         assert_close(got, model(ids, use_cache=False).logits)
 
 
+def test_a_dynamic_rope_sees_the_places_in_use_only():
+    # Its frequencies change with the longest place: until full these are the positions, afterwards they stay.
+    config = LlamaConfig(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=8,
+        initializer_range=0.3,
+        rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
+    )
+    torch.manual_seed(0)
+    model = pod.convert(LlamaForCausalLM(config).eval(), pod.LayerBlocks.dense(2, 2), sink_size=2, recent_size=6)
+    cache, ids = pod.PodCache(model.config, eviction=Cascade(16, sinks=4, num_cascades=2)), tokens(1, 20)
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+    assert_close(fed(model, cache, ids), expected)
+    fed(model, cache, tokens(1, 40), chunks=(1,) * 40)
+    cos, sin = model.model.rotary_emb(torch.zeros(1), torch.arange(21)[None])
+    assert_close(cache.store._table[0], cos[0, :, :4])
+    assert_close(cache.store._table[1], sin[0, :, :4])
+
+
+@pytest.mark.parametrize("which", MODELS)
+def test_bfloat16(which):
+    # Far beyond the budget, against the same in float32: loosely, as rounding differs in every layer.
+    model, ids = build(*which), tokens(2, 40)
+    small, policy = copy.deepcopy(model).to(torch.bfloat16), StreamingLLM(12, stride=7)
+    got = fed(small, pod.PodCache(small.config, eviction=policy), ids, chunks=(30,) + (1,) * 10)
+    expected = fed(model, pod.PodCache(model.config, eviction=policy), ids, chunks=(30,) + (1,) * 10)
+    assert got.dtype == torch.bfloat16
+    assert torch.nn.functional.cosine_similarity(got.float(), expected, dim=-1).mean() > 0.99
+
+
 @pytest.mark.parametrize("which", MODELS)
 def test_until_full_the_number_of_cascades_does_not_matter(which):
     model, ids = build(*which), tokens(2, 4 + 24 + 1)
@@ -254,6 +293,18 @@ def test_pairs_grow_linearly_and_are_counted():
         assert cache.store.pairs == 2 * 4 * 3 * expected  # rows, query heads, layers
         counted.append(cache.store.pairs)
     assert counted[2] - counted[1] == 2 * (counted[1] - counted[0])
+
+
+def test_decoding_inside_blocks_multiplies_no_distant_key_twice():
+    model = build("llama", "scores", ANCHORS)  # 2 sinks and 6 recent
+    cache = pod.PodCache(model.config, eviction=Cascade(12, sinks=4, num_cascades=2))
+    fed(model, cache, tokens(3, 30))
+    before = cache.store.pairs
+    fed(model, cache, tokens(3, 1))
+    anchors = int(model.config.blocks.is_anchor.sum())
+    others = model.config.blocks.anchors.numel() - anchors
+    # Two query heads per KV head, three rows; each of the other heads has its own keys of 2 + 6 tokens and the new one.
+    assert cache.store.pairs - before == 3 * 2 * (anchors * (16 + 1) + others * (2 + 6 + 1))
 
 
 @pytest.mark.parametrize("which", MODELS)
