@@ -48,7 +48,7 @@ class PodCache(Cache):
     Args:
         config: the PoD model's config; says layers, heads, blocks, sink and recent sizes.
         max_length: tokens that each row will reach. Storage is then allocated once; without it, storage grows by an
-            eighth when full. `generate` sets it.
+            eighth when full. `generate` sets it. Methods that organise storage need none: theirs has a fixed size.
         eviction: a method that keeps a part of the tokens, such as `pod.eviction.Cascade(budget=4096)`; None keeps all.
         crop_slack: how many of the last tokens `crop` can take back (rejected draft tokens).
 
@@ -103,9 +103,13 @@ class PodCache(Cache):
         self._even = True
         self._in_prefill = False
         self._step: Step | None = None
+        if eviction is not None and not isinstance(eviction, StoragePolicy):
+            raise ValueError(
+                f"eviction must be a method of pod.eviction, such as Cascade(budget=4096); got {eviction!r}"
+            )
         # A method that organises storage does all of the work: what follows here is then unused.
         self.eviction = eviction
-        self.store = eviction.make_store(config, self.blocks) if isinstance(eviction, StoragePolicy) else None
+        self.store = None if eviction is None else eviction.make_store(config, self.blocks)
 
     # ------------------------------------------------------------------ what transformers asks
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
 
 from pod.blocks import LayerBlocks
-from pod.eviction.storage import Rotary, Store
+from pod.eviction.storage import Rotary, Store, real_tokens
 from pod_kernels import Segments
 from pod_kernels.cascade import Cascades, CascadeState, Plan
 from pod_kernels.slots import BlockAnchor, OwnKeys, rotated, rotated_pieces, slot_attention
@@ -159,19 +159,7 @@ class SlotStore(Store):
         if not self._layers:
             self._seen = [0] * batch
         column = torch.arange(count, device=device)
-        if mask is None:
-            new, is_even = [count] * batch, True
-        else:
-            real = mask.sum(dim=1)
-            is_left_padded = (mask == (column >= count - real[:, None])).all(dim=1)
-            new = real.tolist()
-            is_even = min(new) == count
-            if not bool(is_left_padded.all()):
-                row = int((~is_left_padded).nonzero()[0])
-                raise ValueError(
-                    f"row {row} of attention_mask has padding after a real token. The cache supports left padding "
-                    "only: set tokenizer.padding_side = 'left', or pass use_cache=False."
-                )
+        new = [count] * batch if mask is None else real_tokens(mask).tolist()
         # Rows that are alike, the usual case, share one plan.
         is_alike = len(set(self._seen)) == 1 and len(set(new)) == 1
         rows = slice(0, 1) if is_alike else slice(None)
@@ -194,8 +182,19 @@ class SlotStore(Store):
             gamma = self.scoring.gamma
             decay = (1 - gamma) * gamma ** torch.arange(count - 1, -1, -1, device=device, dtype=torch.float32)
         self._step = Step(
-            positions, new, is_even, used, kept, seen, counts, plan, ranks, angles, table, decay
-        )  # fmt: skip
+            positions=positions,
+            new=new,
+            is_even=min(new) == count,
+            used=used,
+            kept=kept,
+            seen=seen,
+            counts=counts,
+            plan=plan,
+            ranks=ranks,
+            angles=angles,
+            table=table,
+            decay=decay,
+        )
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         step, order, num_anchors = self._step, self._orders[layer], self._num_anchors[layer]

@@ -120,6 +120,24 @@ def check_policy(positions: str, stride: int) -> None:
         raise ValueError(f"stride must be at least 1 query, got {stride}")
 
 
+def real_tokens(mask: Tensor) -> Tensor:
+    """[B] int64 on the CPU, the real tokens of each row of mask [B, T] bool.
+
+    Raises:
+        ValueError: there is padding other than on the left; names the row.
+    """
+    real = mask.sum(dim=1)
+    column = torch.arange(mask.shape[1], device=mask.device)
+    is_left_padded = (mask == (column >= mask.shape[1] - real[:, None])).all(dim=1)
+    if not bool(is_left_padded.all()):
+        row = int((~is_left_padded).nonzero()[0])
+        raise ValueError(
+            f"row {row} of attention_mask has padding after a real token. The cache supports left padding only: set "
+            "tokenizer.padding_side = 'left', or pass use_cache=False."
+        )
+    return real.cpu()
+
+
 def strides(mask: Tensor | None, count: int, stride: int, device: torch.device) -> list[tuple[Tensor, Tensor | None]]:
     """Cut a forward into strides, counted in each row from its first real token.
 
@@ -133,8 +151,11 @@ def strides(mask: Tensor | None, count: int, stride: int, device: torch.device) 
     Returns:
         For each piece its columns [B or 1, n] int64, each row's right-aligned, and which of them are real
         [B, n] bool, None when all are.
+
+    Raises:
+        ValueError: there is padding other than on the left.
     """
-    real = torch.tensor([count]) if mask is None else mask.sum(dim=1).cpu()
+    real = torch.tensor([count]) if mask is None else real_tokens(mask)
     pieces = []
     for first in range(0, max(1, int(real.max())), stride):
         mine = (real - first).clamp(0, stride)

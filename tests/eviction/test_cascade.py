@@ -385,6 +385,8 @@ def test_cropping_is_refused_by_name():
 
 def test_misuse_of_a_cache_is_named():
     model = build()
+    with pytest.raises(ValueError, match="eviction must be a method of pod.eviction.*got 'cascade'"):
+        pod.PodCache(model.config, eviction="cascade")
     cache = pod.PodCache(model.config, eviction=Cascade(8, sinks=2))
     with pytest.raises(ValueError, match="the cache is empty"):
         cache.positions(0)
@@ -395,6 +397,10 @@ def test_misuse_of_a_cache_is_named():
         mask = torch.ones(2, 8, dtype=torch.long)
         mask[1, 6] = 0
         fed(model, cache, tokens(2, 3), mask)
+    with pytest.raises(ValueError, match="row 0 of attention_mask has padding after a real token"):
+        mask = torch.ones(1, 8, dtype=torch.long)
+        mask[0, -1] = 0
+        fed(model, pod.PodCache(model.config, eviction=Cascade(8, sinks=2, stride=3)), tokens(1, 8), mask)
     cache.reset()
     assert cache.nbytes() == 0 and cache.get_seq_length() == 0
     fed(model, cache, tokens(3, 5))
