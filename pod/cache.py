@@ -103,6 +103,7 @@ class PodCache(Cache):
         self._even = True
         self._in_prefill = False
         self._step: Step | None = None
+        self._new_columns = self._left_out = 0  # what the next `finish` counts, with a store
         if eviction is not None and not isinstance(eviction, StoragePolicy):
             raise ValueError(
                 f"eviction must be a method of pod.eviction, such as Cascade(budget=4096); got {eviction!r}"
@@ -231,11 +232,12 @@ class PodCache(Cache):
             [] when it is one piece, else for each piece its columns [B or 1, n] int64 and which of them are real
             [B, n] bool, None when all are.
         """
+        self._left_out = 0
         if self.store is None or count <= self.eviction.stride:
             return []
         pieces = strides(mask, count, self.eviction.stride, device)
         # Columns that are padding in every row are in no piece, but they count.
-        self._columns += count - sum(columns.shape[1] for columns, _ in pieces)
+        self._left_out = count - sum(columns.shape[1] for columns, _ in pieces)
         return pieces
 
     def begin(self, config: PreTrainedConfig, inputs: Tensor, mask: Tensor | None, rotary: Rotary) -> None:
@@ -300,7 +302,8 @@ class PodCache(Cache):
         """Count the tokens of the forward as stored; the model calls this after its last layer."""
         if self.store is not None:
             self.store.finish()
-            self._columns += self._new_columns
+            self._columns += self._new_columns + self._left_out
+            self._left_out = 0
             return
         step = self._step
         self._lengths.copy_(torch.maximum(step.before, step.positions.amax(dim=1) + 1))

@@ -152,6 +152,8 @@ class SlotStore(Store):
     def begin(self, inputs: Tensor, mask: Tensor | None, rotary: Rotary) -> None:
         batch, count = inputs.shape[:2]
         device = inputs.device
+        if self._step is not None:
+            raise ValueError("the last forward broke off, and some layers hold its tokens: call cache.reset()")
         if self._layers and len(self._seen) != batch:
             if any(self._seen):
                 raise ValueError(f"the cache holds {len(self._seen)} rows but the input has {batch}")

@@ -401,6 +401,11 @@ def test_misuse_of_a_cache_is_named():
         mask = torch.ones(1, 8, dtype=torch.long)
         mask[0, -1] = 0
         fed(model, pod.PodCache(model.config, eviction=Cascade(8, sinks=2, stride=3)), tokens(1, 8), mask)
+    assert cache.get_seq_length() == 5
+    config, inputs = model.config, torch.zeros(2, 1, 32)
+    cache.begin(config, inputs, None, model.model.rotary_emb)
+    with pytest.raises(ValueError, match="the last forward broke off.*call cache.reset"):
+        fed(model, cache, tokens(2, 1))
     cache.reset()
     assert cache.nbytes() == 0 and cache.get_seq_length() == 0
     fed(model, cache, tokens(3, 5))
