@@ -21,6 +21,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from pod.blocks import LayerBlocks
 from pod.eviction.base import Eviction
 from pod.eviction.manager import EvictingStorage
+from pod.eviction.storage import Rotary, StoragePolicy, Store, strides
 from pod_kernels import LayerSegments, Segments, cached_attention, shared_score_attention
 
 
@@ -49,8 +50,9 @@ class PodCache(Cache):
     Args:
         config: the PoD model's config; says layers, heads, blocks, sink and recent sizes.
         max_length: tokens that each row will reach. Storage is then allocated once; without it, storage grows by an
-            eighth when full. `generate` sets it.
-        eviction: a method of `pod.eviction`; None keeps every token. See `pod.eviction.manager` for what is stored.
+            eighth when full. `generate` sets it. Methods that organise storage need none: theirs has a fixed size.
+        eviction: a method of `pod.eviction`, such as `SnapKV(budget=4096)`; None keeps every token. What is stored then
+            is described in `pod.eviction.manager` and `pod.eviction.storage`.
         crop_slack: how many of the last tokens `crop` can take back (rejected draft tokens).
 
     Raises:
@@ -61,7 +63,7 @@ class PodCache(Cache):
         self,
         config: PreTrainedConfig,
         max_length: int | None = None,
-        eviction: Eviction | None = None,
+        eviction: Eviction | StoragePolicy | None = None,
         crop_slack: int = 64,
     ) -> None:
         super().__init__(layers=[])
@@ -104,14 +106,19 @@ class PodCache(Cache):
         self._even = True
         self._in_prefill = False
         self._step: Step | None = None
+        self._new_columns = self._left_out = 0  # what the next `finish` counts, with a store
+        if eviction is not None and not isinstance(eviction, Eviction | StoragePolicy):
+            raise ValueError(
+                f"eviction must be a method such as pod.eviction.SnapKV(budget=256), got {eviction!r}; "
+                "pod.eviction.parse makes one from text"
+            )
         self.eviction = eviction
         self._evicting: EvictingStorage | None = None
-        if eviction is not None:
-            if not isinstance(eviction, Eviction):
-                raise ValueError(
-                    f"eviction must be a method such as pod.eviction.SnapKV(budget=256), got {eviction!r}; "
-                    "pod.eviction.parse makes one from text"
-                )
+        self.store: Store | None = None
+        if isinstance(eviction, StoragePolicy):
+            # It organises storage itself and does all of the work: what follows here is then unused.
+            self.store = eviction.make_store(config, self.blocks)
+        elif eviction is not None:
             self._evicting = EvictingStorage(config, eviction, self._orders, self._num_anchors, max_length, crop_slack)
 
     # ------------------------------------------------------------------ what transformers asks
@@ -120,7 +127,7 @@ class PodCache(Cache):
 
     @property
     def is_croppable(self) -> bool:
-        return self._evicting is None or not self._evicting.evicts_at_steps
+        return self.store is None and (self._evicting is None or not self._evicting.evicts_at_steps)
 
     def __len__(self) -> int:
         return self._num_layers
@@ -130,7 +137,7 @@ class PodCache(Cache):
 
     @property
     def is_initialized(self) -> bool:
-        return bool(self._segments)
+        return bool(self._segments) if self.store is None else self.store.batch_size > 0
 
     @property
     def is_sliding(self) -> list[bool]:
@@ -138,6 +145,8 @@ class PodCache(Cache):
 
     @property
     def batch_size(self) -> int:
+        if self.store is not None:
+            return self.store.batch_size
         return -1 if self._lengths is None else self._lengths.shape[0]
 
     @property
@@ -167,6 +176,8 @@ class PodCache(Cache):
         """Bytes of the storages, capacity included; the workspace of one step's distant scores is not in it."""
         if self._evicting is not None:
             return sum(storage.untyped_storage().nbytes() for storage in self._evicting.storages())
+        if self.store is not None:
+            return self.store.nbytes()
         return sum(part.nbytes() for segments in self._segments for part in self._parts(segments))
 
     def expected_nbytes(self, length: int, batch: int = 1, itemsize: int = 2) -> int:
@@ -180,6 +191,8 @@ class PodCache(Cache):
         """Every tensor that `nbytes` counts."""
         if self._evicting is not None:
             return self._evicting.storages()
+        if self.store is not None:
+            return self.store.storages()
         return [part.data for segments in self._segments for part in self._parts(segments)]
 
     def positions(self, layer: int) -> Tensor:
@@ -191,10 +204,12 @@ class PodCache(Cache):
         Raises:
             ValueError: nothing is stored yet.
         """
-        if self._lengths is None:
+        if self.batch_size < 0:
             raise ValueError("the cache is empty: run the model with it first")
         if self._evicting is not None:
             return self._evicting.positions(layer)
+        if self.store is not None:
+            return self.store.positions(layer)
         column = torch.arange(self._longest, device=self._lengths.device)
         kept = torch.where(column < self._lengths[:, None], column, -1)
         return kept[:, None].expand(-1, self._num_kv_heads, -1)
@@ -218,13 +233,42 @@ class PodCache(Cache):
             if self._evicting is not None:
                 self._evicting.abandon_prefill()
 
-    def begin(self, config: PreTrainedConfig, inputs: Tensor, mask: Tensor | None) -> Step:
+    @property
+    def rotates(self) -> bool:
+        """Whether queries and keys are handed over before RoPE, and the cache rotates them."""
+        return self.store is not None and self.store.rotates
+
+    def takes_anchors(self, count: int) -> bool:
+        """Whether `attend` needs the running anchors' queries and keys in a forward of `count` tokens."""
+        # One query with a cache reads the scores that its anchors left here, and a store keeps its own.
+        return self.store is None and (count > 1 or self._columns == 0)
+
+    def strides(self, count: int, mask: Tensor | None, device: torch.device) -> list[tuple[Tensor, Tensor | None]]:
+        """Cut a forward of `count` tokens into what can be processed at once.
+
+        Args:
+            mask: [B, T] bool, False for padding tokens; None when all are real.
+
+        Returns:
+            [] when it is one piece, else for each piece its columns [B or 1, n] int64 and which of them are real
+            [B, n] bool, None when all are.
+        """
+        self._left_out = 0
+        if self.store is None or count <= self.eviction.stride:
+            return []
+        pieces = strides(mask, count, self.eviction.stride, device)
+        # Columns that are padding in every row are in no piece, but they count.
+        self._left_out = count - sum(columns.shape[1] for columns, _ in pieces)
+        return pieces
+
+    def begin(self, config: PreTrainedConfig, inputs: Tensor, mask: Tensor | None, rotary: Rotary) -> None:
         """Make room for the tokens of one forward; the model calls this before its layers.
 
         Args:
             config: the config of the calling model, which must be this cache's.
             inputs: [B, T, hidden] embeddings; gives rows, tokens and device.
             mask: [B, T] bool, False for padding tokens; None when all are real.
+            rotary: the model's rotary embedding, (states, position_ids) -> cos and sin.
 
         Raises:
             ValueError: another model's cache, another number of rows, padding after a row's first token, more tokens
@@ -236,6 +280,10 @@ class PodCache(Cache):
                 f"this cache was made for another model: it has {ours} and {self.blocks}, the model has {theirs} and "
                 f"{config.blocks}. Make one with pod.PodCache(model.config)."
             )
+        if self.store is not None:
+            self.store.begin(inputs, mask, rotary)
+            self._new_columns = inputs.shape[1]
+            return
         batch, count = inputs.shape[:2]
         device = inputs.device
         is_first = self._columns == 0
@@ -272,10 +320,14 @@ class PodCache(Cache):
         self._step = Step(positions, self._lengths.clone(), longest, even, is_first)
         if self._evicting is not None:
             self._evicting.begin(self._step)
-        return self._step
 
     def finish(self) -> None:
         """Count the tokens of the forward as stored; the model calls this after its last layer."""
+        if self.store is not None:
+            self.store.finish()
+            self._columns += self._new_columns + self._left_out
+            self._left_out = 0
+            return
         step = self._step
         if self._evicting is not None:
             self._evicting.finish()
@@ -300,14 +352,17 @@ class PodCache(Cache):
 
         Args:
             layer: index of the layer.
-            q, k, v: [B, H, T, D] and [B, H_kv, T, D], after RoPE.
+            q, k, v: [B, H, T, D] and [B, H_kv, T, D], after RoPE; q and k before it when the cache `rotates`.
             q_distant, k_distant: the running anchors' [B, H, T, D] and [B, H_kv, T, D]; may be None for a layer of
-                anchors, and for a single query.
+                anchors, and where the cache does not take anchors.
             scale: factor on every logit.
 
         Returns:
             [B, H, T, D].
         """
+        if self.store is not None:
+            out = self.store.attend(layer, q, k, v, scale)
+            return out if not v.requires_grad else _CacheBoundary.apply(out, v)
         step = self._step
         if self._evicting is not None:
             out = self._evicting.attend(layer, q, k, v, q_distant, k_distant, scale)
@@ -362,6 +417,8 @@ class PodCache(Cache):
 
     def reset(self) -> None:
         """Forget all tokens and free the storage."""
+        if self.store is not None:
+            self.store.reset()
         self._segments = []
         self._workspace = self._lengths = self._step = None
         self._longest = self._columns = self._most_columns = self._capacity = 0
@@ -375,17 +432,19 @@ class PodCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times."""
-        if self._lengths is None:
+        if self.batch_size < 0:
             return
         self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows `indices` [n], in that order."""
-        if self._lengths is None:
+        if self.batch_size < 0:
             return
-        rows = indices.to(self._lengths.device)
-        if rows.dtype == torch.bool:
-            rows = rows.nonzero()[:, 0]
+        rows = indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
+        if self.store is not None:
+            self.store.select(rows)
+            return
+        rows = rows.to(self._lengths.device)
         self._lengths = self._lengths[rows]
         if self._evicting is not None:
             self._evicting.select_rows(rows)
@@ -403,6 +462,11 @@ class PodCache(Cache):
             ValueError: positive, more than `crop_slack`, or more than a row holds.
         """
         removed = -tokens_to_remove
+        if self.store is not None and removed:
+            raise ValueError(
+                f"{type(self.eviction).__name__} cannot take tokens back: what they pushed out is gone. Decode without "
+                "draft tokens (no assistant_model, no prompt_lookup_num_tokens), or make the cache without eviction."
+            )
         if removed < 0:
             raise ValueError(f"crop takes a negative number of tokens to remove, got {tokens_to_remove}")
         if removed == 0:

@@ -66,7 +66,7 @@ class PodAttention:
         self,
         hidden_states: Tensor,
         anchors: Anchors,
-        position_embeddings: tuple[Tensor, Tensor],
+        position_embeddings: tuple[Tensor, Tensor] | None,
         past_key_values: PodCache | None = None,
         lengths: Tensor | None = None,
         document_ids: Tensor | None = None,
@@ -76,7 +76,7 @@ class PodAttention:
         Args:
             hidden_states: [B, T, hidden].
             anchors: the running anchors, 2 * H_kv entries.
-            position_embeddings: (cos, sin) of RoPE.
+            position_embeddings: (cos, sin) of RoPE; None when the cache rotates.
             past_key_values: cache to write to and read from.
             lengths: [B] real tokens of left-padded rows.
             document_ids: [B, T] of packed documents.
@@ -90,12 +90,13 @@ class PodAttention:
         v = self.v_proj(hidden_states).view(shape).transpose(1, 2)
         if hasattr(self, "q_norm"):
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), *position_embeddings)
-        # Under autocast the projections are half precision and the rotation of q and k is not.
-        q, k = q.to(v.dtype), k.to(v.dtype)
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+        if position_embeddings is not None:
+            q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+            # Under autocast the projections are half precision and the rotation of q and k is not.
+            q, k = q.to(v.dtype), k.to(v.dtype)
 
-        # One query with a cache reads the scores that its anchors left there: nothing has to travel.
-        travels = past_key_values is None or q.shape[2] > 1 or past_key_values.get_seq_length() == 0
+        travels = past_key_values is None or past_key_values.takes_anchors(q.shape[2])
         q_distant, k_distant = self._distant(q, k, anchors) if travels else (None, None)
         following = self._hand_on(q, k, anchors) if travels else anchors
         if past_key_values is None:
@@ -160,7 +161,7 @@ class PodDecoderLayer:
         self,
         hidden_states: Tensor,
         *anchors: Tensor | None,
-        position_embeddings: tuple[Tensor, Tensor],
+        position_embeddings: tuple[Tensor, Tensor] | None,
         past_key_values: PodCache | None = None,
         lengths: Tensor | None = None,
         document_ids: Tensor | None = None,
@@ -259,15 +260,52 @@ class PodModel:
             position_ids = torch.arange(seen, seen + count, device=inputs_embeds.device)[None]
         elif document_ids is None and attention_mask is None and past_key_values is None:
             document_ids = _documents_of(position_ids, batch)
-        if past_key_values is not None:
-            past_key_values.begin(self.config, inputs_embeds, mask)
-
-        position_embeddings = self.rotary_emb(inputs_embeds, position_ids=position_ids)
-        states: Anchors = (inputs_embeds, *([None] * (2 * self.config.num_key_value_heads)))
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        all_states = [inputs_embeds]
+        kwargs = {"past_key_values": past_key_values, "lengths": lengths, "document_ids": document_ids}
+        pieces = past_key_values.strides(count, mask, inputs_embeds.device) if past_key_values is not None else []
+        if not pieces:
+            all_states = self._run(inputs_embeds, position_ids, mask, output_hidden_states, **kwargs)
+        else:
+            all_states = []
+            rows = torch.arange(batch, device=inputs_embeds.device)[:, None]
+            for columns, is_real in pieces:
+                part, at = inputs_embeds[rows, columns], position_ids.expand(batch, -1)[rows, columns]
+                part_states = self._run(part, at, is_real, output_hidden_states, **kwargs)
+                all_states = all_states or [torch.zeros_like(inputs_embeds) for _ in part_states]
+                place = (rows, columns)
+                if is_real is not None:
+                    place = is_real.nonzero(as_tuple=True)[0], columns.expand(is_real.shape)[is_real]
+                for states, new in zip(all_states, part_states, strict=True):
+                    states[place] = new if is_real is None else new[is_real]
+        output = BaseModelOutputWithPast(
+            last_hidden_state=all_states[-1],
+            past_key_values=past_key_values if use_cache or past_key_values is not None else None,
+            hidden_states=tuple(all_states) if output_hidden_states else None,
+        )
+        return output if return_dict is None or return_dict else output.to_tuple()
+
+    def _run(
+        self,
+        inputs_embeds: Tensor,
+        position_ids: Tensor,
+        mask: Tensor | None,
+        output_hidden_states: bool,
+        past_key_values: PodCache | None,
+        lengths: Tensor | None,
+        document_ids: Tensor | None,
+    ) -> list[Tensor]:
+        """Run all layers once: every layer's input where these are wanted, then the normed output, [B, T, hidden]."""
+        if past_key_values is not None:
+            past_key_values.begin(self.config, inputs_embeds, mask, self.rotary_emb)
+        # A cache that rotates has asked for the angles it needs; asking for others would change a dynamic RoPE's state.
+        rotates = past_key_values is not None and past_key_values.rotates
+        position_embeddings = None if rotates else self.rotary_emb(inputs_embeds, position_ids=position_ids)
+        states: Anchors = (inputs_embeds, *([None] * (2 * self.config.num_key_value_heads)))
+        all_states = []
         for layer in self.layers:
+            if output_hidden_states:
+                all_states.append(states[0])
             states = layer(
                 *states,
                 position_embeddings=position_embeddings,
@@ -275,18 +313,9 @@ class PodModel:
                 lengths=lengths,
                 document_ids=document_ids,
             )
-            if output_hidden_states:
-                all_states.append(states[0])
-        hidden_states = self.norm(states[0])
         if past_key_values is not None:
             past_key_values.finish()
-        all_states[-1] = hidden_states
-        output = BaseModelOutputWithPast(
-            last_hidden_state=hidden_states,
-            past_key_values=past_key_values if use_cache or past_key_values is not None else None,
-            hidden_states=tuple(all_states) if output_hidden_states else None,
-        )
-        return output if return_dict is None or return_dict else output.to_tuple()
+        return [*all_states, self.norm(states[0])]
 
 
 class PodForCausalLM:

@@ -8,6 +8,9 @@ A further method that gives scores or allocates takes at most five steps:
 3. Say which last tokens are always kept (`protected`) and how many queries are looked at (`observed`).
 4. Enter the class in `METHODS` below: command lines and `parse` then know it.
 5. Write a plain-loop simulation in `tests/eviction/`, and compare the kept positions with it.
+
+A method that organises storage itself (Cascade, StreamingLLM) derives from `StoragePolicy` and makes a `Store` instead
+of giving scores; steps 1, 4 and 5 are the same.
 """
 
 import difflib
@@ -18,14 +21,24 @@ from typing import get_type_hints
 
 from pod.eviction.base import Combined, Eviction, Observation, Sharing, Stage, accepted_types
 from pod.eviction.cake import CAKE
+from pod.eviction.cascade import Cascade
 from pod.eviction.h2o import H2O
 from pod.eviction.snapkv import SnapKV
+from pod.eviction.storage import StoragePolicy, Store
+from pod.eviction.streaming import StreamingLLM
 from pod.eviction.tova import TOVA
 
-METHODS: dict[str, type] = {"snapkv": SnapKV, "h2o": H2O, "tova": TOVA, "cake": CAKE}
+METHODS: dict[str, type] = {
+    "snapkv": SnapKV,
+    "h2o": H2O,
+    "tova": TOVA,
+    "cake": CAKE,
+    "streamingllm": StreamingLLM,
+    "cascade": Cascade,
+}
 
 
-def parse(text: str) -> Eviction:
+def parse(text: str) -> Eviction | StoragePolicy:
     """A method from the command line's form, `snapkv:budget=256,window=16`.
 
     Raises:
@@ -53,7 +66,7 @@ def parse(text: str) -> Eviction:
     return method(**values)
 
 
-def parse_all(text: str) -> list[Eviction]:
+def parse_all(text: str) -> list[Eviction | StoragePolicy]:
     """Methods separated by `+`, in the order of the text.
 
     Raises:
@@ -103,12 +116,16 @@ __all__ = [
     "H2O",
     "METHODS",
     "TOVA",
+    "Cascade",
     "Combined",
     "Eviction",
     "Observation",
     "Sharing",
     "SnapKV",
     "Stage",
+    "StoragePolicy",
+    "Store",
+    "StreamingLLM",
     "describe",
     "parse",
     "parse_all",

@@ -1,0 +1,412 @@
+"""The store of Cascade and StreamingLLM: a fixed number of slots per KV head, sinks and a chain of sub-caches.
+
+Inside PoD's blocks the anchor decides: a block of heads keeps one set of positions, in the same slots of every layer.
+Its other layers hold the values of what is kept, and own keys of the sinks and of what is recent by its position in
+the row; to the other tokens they attend with the anchor's keys.
+
+Legend: B rows, H_kv KV heads, A anchor heads of a layer (stored first), G query heads per KV head, T tokens of a
+forward, F slots in use, P slots in all, D head dimension.
+"""
+
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.configuration_utils import PreTrainedConfig
+
+from pod.blocks import LayerBlocks
+from pod.eviction.storage import Rotary, Store, real_tokens
+from pod_kernels import Segments
+from pod_kernels.cascade import Cascades, CascadeState, Plan
+from pod_kernels.slots import BlockAnchor, OwnKeys, rotated, rotated_pieces, slot_attention
+
+
+@dataclass
+class Scoring:
+    """Exponential moving averages of attention: mu <- gamma mu + (1 - gamma) s for every query.
+
+    Attributes:
+        gamma: in (0, 1).
+        head_reduction: "max" or "mean" over a KV head's query heads.
+    """
+
+    gamma: float
+    head_reduction: str
+
+
+@dataclass
+class Step:
+    """What one forward adds, the same for all layers. What has [B or 1] rows has one when all rows are alike.
+
+    Attributes:
+        positions: [B, T] int64 of the new tokens in their rows, -1 for padding.
+        new: real tokens of each row.
+        is_even: no padding.
+        used: F, slots in use in the fullest row.
+        kept: [B or 1] slots in use.
+        seen: [B or 1] tokens before the forward.
+        counts: [B or 1] real tokens.
+        plan: of the insertion.
+        ranks: [B or 1, N, c] of `Cascades.ranks`.
+        angles: cos and sin [B or 1, T, D / 2] of the new tokens; None without rotation.
+        table: cos and sin [.., D / 2] by place; None without rotation.
+        decay: [T] each query's factor in the scores; None without scores.
+    """
+
+    positions: Tensor
+    new: list[int]
+    is_even: bool
+    used: int
+    kept: Tensor
+    seen: Tensor
+    counts: Tensor
+    plan: Plan
+    ranks: Tensor | None
+    angles: tuple[Tensor, Tensor] | None
+    table: tuple[Tensor, Tensor] | None
+    decay: Tensor | None
+
+
+@dataclass
+class OpenBlock:
+    """What an anchor head leaves for the later layers of its block, during one forward.
+
+    Attributes:
+        anchor: its queries, keys or logits.
+        positions: [B, F] the tokens in the slots, as the forward found them.
+        ranks: [B, F] their places among the kept ones; None without rotation.
+        slots: [B, T] where the new tokens go, -1 for nowhere.
+        keys: [B, T, D] its new keys, not stored yet: the block's layers still read what they will overwrite.
+    """
+
+    anchor: BlockAnchor
+    positions: Tensor
+    ranks: Tensor | None
+    slots: Tensor
+    keys: Tensor
+
+
+@dataclass
+class LayerSlots:
+    """What is stored of one layer; heads in storage order, anchors first.
+
+    Attributes:
+        values: [B, H_kv] segments of P slots.
+        keys: [B, A] segments of P slots, the anchor heads'.
+        own: [B, H_kv - A] segments of the other heads' own keys.
+        state: which tokens the anchor heads' slots hold; None when there is no anchor head.
+    """
+
+    values: Segments
+    keys: Segments
+    own: Segments
+    state: CascadeState | None
+
+
+class SlotStore(Store):
+    """Sinks and sub-caches of fixed size; memory does not grow with the tokens seen.
+
+    Args:
+        config: of the PoD model.
+        blocks: its blocks.
+        cascades: sinks, slots and sub-caches.
+        rotates: keys are stored before RoPE and rotated to their place among the kept tokens.
+        scoring: how scores are kept; None for a single sub-cache that needs none.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        blocks: LayerBlocks,
+        cascades: Cascades,
+        rotates: bool,
+        scoring: Scoring | None = None,
+    ) -> None:
+        self.config, self.cascades, self.rotates, self.scoring = config, cascades, rotates, scoring
+        self._blocks = blocks
+        anchors = blocks.anchors.tolist()
+        self._anchors = anchors
+        is_anchor = [[anchor == layer for anchor in row] for layer, row in enumerate(anchors)]
+        heads = range(blocks.num_kv_heads)
+        self._orders = [sorted(heads, key=lambda head, row=row: not row[head]) for row in is_anchor]
+        self._num_anchors = [sum(row) for row in is_anchor]
+        last = blocks.num_layers - 1
+        self._ends = [
+            [layer == last or anchors[layer + 1][head] != anchors[layer][head] for head in heads]
+            for layer in range(blocks.num_layers)
+        ]
+        near = config.sink_size + config.recent_size
+        # A ring of the recent ones by position, or, where that is no smaller, the slots as they are.
+        self._own_by_slot = near >= cascades.slots
+        self._own_capacity = min(near, cascades.slots)
+        self.reset()
+
+    # ------------------------------------------------------------------ one forward of the model
+
+    @property
+    def batch_size(self) -> int:
+        return len(self._seen) if self._layers else -1
+
+    def begin(self, inputs: Tensor, mask: Tensor | None, rotary: Rotary) -> None:
+        batch, count = inputs.shape[:2]
+        device = inputs.device
+        if self._step is not None:
+            raise ValueError("the last forward broke off, and some layers hold its tokens: call cache.reset()")
+        if self._layers and len(self._seen) != batch:
+            if any(self._seen):
+                raise ValueError(f"the cache holds {len(self._seen)} rows but the input has {batch}")
+            self.reset()
+        if not self._layers:
+            self._seen = [0] * batch
+        column = torch.arange(count, device=device)
+        new = [count] * batch if mask is None else real_tokens(mask).tolist()
+        # Rows that are alike, the usual case, share one plan.
+        is_alike = len(set(self._seen)) == 1 and len(set(new)) == 1
+        rows = slice(0, 1) if is_alike else slice(None)
+        seen, counts = np.array(self._seen[rows]), np.array(new[rows])
+        cascades = self.cascades
+        plan = cascades.plan(seen, counts, count, device)
+        ranks = cascades.ranks(seen, device) if self.rotates else None
+        used = min(max(self._seen), cascades.slots)
+        seen, counts = torch.from_numpy(seen).to(device), torch.from_numpy(counts).to(device)
+        kept = seen.clamp(max=cascades.slots)
+        place = column - (count - counts)[:, None]
+        positions = torch.where(place >= 0, seen[:, None] + place, -1).expand(batch, -1)
+        angles = table = None
+        if self.rotates:
+            table = self._rotary_table(inputs, used + count, rotary)
+            at = (kept[:, None] + place).clamp(min=0)
+            angles = table[0][at], table[1][at]
+        decay = None
+        if self.scoring is not None:
+            gamma = self.scoring.gamma
+            decay = (1 - gamma) * gamma ** torch.arange(count - 1, -1, -1, device=device, dtype=torch.float32)
+        self._step = Step(
+            positions=positions,
+            new=new,
+            is_even=min(new) == count,
+            used=used,
+            kept=kept,
+            seen=seen,
+            counts=counts,
+            plan=plan,
+            ranks=ranks,
+            angles=angles,
+            table=table,
+            decay=decay,
+        )
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        step, order, num_anchors = self._step, self._orders[layer], self._num_anchors[layer]
+        if not self._layers:
+            self._layers = [self._allocate(index, k) for index in range(self._blocks.num_layers)]
+        stored = self._layers[layer]
+        q = q.detach().unflatten(1, (len(order), -1)).transpose(0, 1)[order]  # [H_kv, B, G, T, D] in storage order
+        new_k, v = (states.detach().transpose(0, 1)[order] for states in (k, v))
+        k = new_k
+        if self.rotates:
+            cos, sin = step.angles
+            q, k = rotated(q, cos[:, None], sin[:, None]), rotated(new_k, cos, sin)
+
+        blocks = [self._open[self._anchors[layer][head], head] for head in order[num_anchors:]]
+        goes_on = [place for place in range(num_anchors) if not self._ends[layer][order[place]]]
+        keeps_logits = bool(goes_on) and q.shape[3] == 1 and self.config.share == "scores"
+        ranks, keys = None, [stored.keys.rectangle[:, :, : step.used]] if num_anchors else []
+        if num_anchors and self.rotates:
+            ranks = stored.state.ranks(self.cascades, step.ranks)[..., : step.used]
+            keys = rotated_pieces(keys[0], ranks, *step.table)
+        keys = chain(keys, [k[:num_anchors]])
+        if goes_on and not keeps_logits:
+            keys = list(keys)  # the block's other layers read them too
+        out, sums, logits, pairs = slot_attention(
+            q,
+            keys,
+            (stored.values.rectangle[:, :, : step.used], v),
+            kept=step.kept,
+            positions=step.positions,
+            anchors=[block.anchor for block in blocks],
+            own=self._own_keys(stored, k[num_anchors:], blocks) if blocks else None,
+            share=self.config.share,
+            sink_size=self.config.sink_size,
+            recent_size=self.config.recent_size,
+            scale=scale,
+            decay=step.decay if num_anchors else None,
+            return_logits=keeps_logits,
+        )
+        self.pairs += pairs
+
+        slots = [block.slots[None] for block in blocks]
+        if num_anchors:
+            found = stored.state.positions[..., : step.used].clone() if goes_on else None
+            chosen = self._insert(stored.state, sums)
+            slots.insert(0, chosen)
+            for place in goes_on:
+                read_again = [] if keeps_logits else [piece[place] for piece in keys]
+                self._open[layer, order[place]] = OpenBlock(
+                    BlockAnchor(q[place], read_again, logits[place] if keeps_logits else None),
+                    found[place],
+                    ranks[place] if self.rotates else None,
+                    chosen[place],
+                    new_k[place],
+                )
+            # Where the block goes on, its layers still read the keys that the new ones will overwrite.
+            ends = [place for place in range(num_anchors) if place not in goes_on]
+            self._put(stored.keys.rectangle, new_k[:num_anchors], chosen, ends if goes_on else None)
+        self._put(stored.values.rectangle, v, torch.cat(slots))
+        if blocks:
+            self._put_own(stored, new_k[num_anchors:], torch.cat(slots[-len(blocks) :]))
+        for head in order[num_anchors:]:
+            if self._ends[layer][head]:
+                self._close(self._anchors[layer][head], head)
+        inverse = torch.tensor(order, device=q.device).argsort()
+        return out[inverse].transpose(0, 1).flatten(1, 2)
+
+    def finish(self) -> None:
+        self._seen = [seen + new for seen, new in zip(self._seen, self._step.new, strict=True)]
+        self._step = None
+
+    # ------------------------------------------------------------------ rows
+
+    def positions(self, layer: int) -> Tensor:
+        used = min(max(self._seen, default=0), self.cascades.slots)
+        kept = []
+        for head, anchor in enumerate(self._anchors[layer]):
+            held = self._layers[anchor].state.positions[self._orders[anchor].index(head), :, :used]
+            ordered = held.masked_fill(held < 0, torch.iinfo(held.dtype).max).sort(dim=1).values
+            kept.append(ordered.masked_fill(ordered == torch.iinfo(held.dtype).max, -1))
+        return torch.stack(kept, dim=1)
+
+    def storages(self) -> list[Tensor]:
+        tensors = []
+        for stored in self._layers:
+            tensors += [stored.values.data, stored.keys.data, stored.own.data]
+            tensors += stored.state.tensors() if stored.state is not None else []
+        return tensors
+
+    def select(self, rows: Tensor) -> None:
+        self._seen = [self._seen[row] for row in rows.tolist()]
+        for index, old in enumerate(self._layers):
+            new = self._allocate(index, old.values.data)
+            for name in ("values", "keys", "own"):
+                getattr(new, name).rectangle.copy_(getattr(old, name).rectangle[:, rows])
+            if old.state is not None:
+                new.state = old.state.select(rows)
+            self._layers[index] = new
+
+    def reset(self) -> None:
+        self._layers: list[LayerSlots] = []
+        self._seen: list[int] = []
+        self._step: Step | None = None
+        self._open: dict[tuple[int, int], OpenBlock] = {}
+        self._table: tuple[Tensor, Tensor] | None = None
+
+    # ------------------------------------------------------------------ parts of a forward
+
+    def _insert(self, state: CascadeState, sums: Tensor | None) -> Tensor:
+        """Update the scores of one layer's anchor heads, then add the new tokens; their slots [A, B, T]."""
+        step, scores = self._step, None
+        if self.scoring is not None:
+            reduce = torch.amax if self.scoring.head_reduction == "max" else torch.mean
+            sums = reduce(sums, dim=2)
+            held = state.scores[..., : step.used]
+            held.mul_((self.scoring.gamma ** step.counts.float())[:, None]).add_(sums[..., : step.used])
+            scores = sums[..., step.used :]
+        return state.insert(self.cascades, step.plan, step.positions, scores)
+
+    def _own_keys(self, stored: LayerSlots, new: Tensor, blocks: list[OpenBlock]) -> OwnKeys:
+        """The other heads' own keys, of slots and chunk: where they belong among all keys."""
+        step = self._step
+        heads, batch, count = new.shape[:3]
+        width = step.used + count
+        held = stored.own.rectangle
+        found = torch.stack([block.positions for block in blocks])
+        ranks = torch.stack([block.ranks for block in blocks]) if self.rotates else None
+        columns = torch.arange(width, device=new.device).expand(heads, batch, -1)
+        if self._own_by_slot:
+            held, of_held = held[:, :, : step.used], columns[..., : step.used]
+        else:
+            capacity = held.shape[2]
+            last = step.seen[:, None] - (capacity - self.config.sink_size)
+            is_own = (found >= 0) & ((found < self.config.sink_size) | (found >= last))
+            index = torch.where(is_own, self._own_slots(found), capacity)
+            of_held = torch.full((heads, batch, capacity + 1), width, device=new.device)
+            of_held = of_held.scatter_(2, index, columns[..., : step.used])[..., :-1]
+        inside = of_held.clamp(max=max(0, step.used - 1))
+        known = found.gather(2, inside) if step.used else of_held.new_full(of_held.shape, -1)
+        known = known.masked_fill(of_held >= width, -1)
+        if self.rotates and step.used:
+            places = ranks.gather(2, inside).clamp(max=len(step.table[0]) - 1)
+            held = torch.cat(list(rotated_pieces(held, places, *step.table)), dim=2)
+        return OwnKeys(
+            keys=torch.cat([held, new], dim=2),
+            columns=torch.cat([of_held, columns[..., step.used :]], dim=2),
+            positions=torch.cat([known, step.positions.expand(heads, -1, -1)], dim=2),
+        )
+
+    def _own_slots(self, positions: Tensor) -> Tensor:
+        sinks = self.config.sink_size
+        ring = sinks + (positions - sinks).remainder(self._own_capacity - sinks)
+        return torch.where(positions < sinks, positions, ring)
+
+    def _put_own(self, stored: LayerSlots, new: Tensor, slots: Tensor) -> None:
+        if not self._own_by_slot:
+            positions, sinks = self._step.positions, self.config.sink_size
+            recent = positions[:, -1:] - (self._own_capacity - sinks)
+            kept = (positions >= 0) & ((positions < sinks) | (positions > recent))
+            slots = torch.where(kept, self._own_slots(positions), -1).expand(slots.shape)
+        self._put(stored.own.rectangle, new, slots)
+
+    def _close(self, layer: int, head: int) -> None:
+        """Store the new keys of a block whose last layer has attended."""
+        block = self._open.pop((layer, head))
+        place = self._orders[layer].index(head)
+        self._put(self._layers[layer].keys.rectangle[place : place + 1], block.keys[None], block.slots[None])
+
+    def _put(self, held: Tensor, new: Tensor, slots: Tensor, heads: list[int] | None = None) -> None:
+        """Write new [h, B, T, D] into their slots [h, B, T] of held [h, B, P, D], -1 for nowhere; of `heads` or all."""
+        head = torch.arange(len(held), device=held.device)
+        if heads is not None:
+            head = head[heads]
+            new, slots = new[head], slots[head]
+        if new.shape[2] == 1 and self._step.is_even:
+            # One token always stays: no index has to be found on the device.
+            row = torch.arange(new.shape[1], device=held.device)
+            held[head[:, None], row, slots[..., 0]] = new[:, :, 0]
+            self.moved += new.shape[0] * new.shape[1]
+            return
+        place, row, column = (slots >= 0).nonzero(as_tuple=True)
+        held[head[place], row, slots[place, row, column]] = new[place, row, column]
+        self.moved += len(place)
+
+    def _rotary_table(self, inputs: Tensor, length: int, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        """cos and sin [length or more, D / 2] of the first places."""
+        kind = getattr(rotary, "rope_type", "")
+        # These change their frequencies with the longest position in use.
+        changes = "dynamic" in kind or kind == "longrope"
+        held = 0 if self._table is None else len(self._table[0])
+        if held < length or (changes and held != length) or self._table[0].dtype != inputs.dtype:
+            if not changes:
+                length = max(length, self.cascades.slots + 1)
+            places = torch.arange(length, device=inputs.device)[None]
+            self._table = tuple(part[0].chunk(2, dim=-1)[0] for part in rotary(inputs, places))
+        return self._table
+
+    def _allocate(self, layer: int, like: Tensor) -> LayerSlots:
+        batch, device = len(self._seen), like.device
+        anchors = self._num_anchors[layer]
+        others = self._blocks.num_kv_heads - anchors
+        lengths = torch.zeros(batch, dtype=torch.long, device=device)
+
+        def segments(heads: int, capacity: int) -> Segments:
+            return Segments.allocate(heads, capacity, like.shape[-1], lengths, dtype=like.dtype, device=device)
+
+        slots, scored = self.cascades.slots, self.scoring is not None
+        state = CascadeState.allocate(self.cascades, anchors, batch, scored, device) if anchors else None
+        return LayerSlots(
+            values=segments(self._blocks.num_kv_heads, slots),
+            keys=segments(anchors, slots),
+            own=segments(others, self._own_capacity),
+            state=state,
+        )

@@ -1,0 +1,167 @@
+"""Methods that organise the cache's storage themselves: a policy holds the hyper-parameters, its store the tokens.
+
+A further one takes a dataclass derived from `StoragePolicy`, a `Store` that it makes, and a line in
+`pod/eviction/__init__.py`. The cache hands every forward to the store: `begin`, then `attend` once per layer from the
+lowest up, then `finish`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers.configuration_utils import PreTrainedConfig
+
+from pod.blocks import LayerBlocks
+
+POSITIONS = ("cache", "absolute")
+
+Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""A model's rotary embedding: (states, position_ids [1, n]) -> cos and sin [1, n, D] in the states' dtype."""
+
+
+class StoragePolicy(ABC):
+    """Hyper-parameters of a method that organises storage; many caches can be made with one.
+
+    Attributes:
+        positions: "absolute" (keys come after RoPE and keep the angle of their position) or "cache" (queries and keys
+            come before RoPE, the store rotates each to its place among the kept tokens).
+        stride: queries that are processed at once; a longer forward is cut into strides.
+    """
+
+    positions: str
+    stride: int
+
+    @abstractmethod
+    def make_store(self, config: PreTrainedConfig, blocks: LayerBlocks) -> "Store":
+        """An empty store for a model.
+
+        Raises:
+            ValueError: the policy and the model do not go together.
+        """
+
+
+class Store(ABC):
+    """The tokens that one cache keeps.
+
+    Attributes:
+        pairs: (query, key) pairs multiplied so far, over rows, layers and query heads; what masks hide is in it.
+        moved: vectors (a key or a value of one KV head) written into slots so far.
+    """
+
+    pairs: int = 0
+    moved: int = 0
+
+    @property
+    @abstractmethod
+    def batch_size(self) -> int:
+        """Rows, -1 before the first forward."""
+
+    @abstractmethod
+    def begin(self, inputs: Tensor, mask: Tensor | None, rotary: Rotary) -> None:
+        """Prepare for the tokens of one forward.
+
+        Args:
+            inputs: [B, T, hidden]; gives rows, tokens, dtype and device. T is at most the policy's stride.
+            mask: [B, T] bool, False for padding on the left; None when all are real.
+            rotary: the model's rotary embedding, for policies that rotate.
+
+        Raises:
+            ValueError: another number of rows, or padding after a row's first token in this forward.
+        """
+
+    @abstractmethod
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Attend to what is kept and to the forward's own tokens, then store these.
+
+        Args:
+            layer: index of the layer; its anchors' layers have attended before.
+            q, k, v: [B, H, T, D] and [B, H_kv, T, D]; q and k before RoPE when `positions` is "cache".
+            scale: factor on every logit.
+
+        Returns:
+            [B, H, T, D].
+        """
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Count the forward's tokens as seen."""
+
+    @abstractmethod
+    def positions(self, layer: int) -> Tensor:
+        """[B, H_kv, n] int64 positions kept, oldest first, -1 where a slot is empty."""
+
+    @abstractmethod
+    def storages(self) -> list[Tensor]:
+        """Every tensor held between forwards."""
+
+    @abstractmethod
+    def select(self, rows: Tensor) -> None:
+        """Keep the rows `rows` [n] int64, in that order."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget all tokens and free the storage."""
+
+    def nbytes(self) -> int:
+        """Bytes of all storages, used or not."""
+        return sum(tensor.untyped_storage().nbytes() for tensor in self.storages())
+
+
+def check_policy(positions: str, stride: int) -> None:
+    """Refuse fields of a policy that mean nothing.
+
+    Raises:
+        ValueError: names the value and what it may be.
+    """
+    if positions not in POSITIONS:
+        raise ValueError(f"positions must be one of {', '.join(map(repr, POSITIONS))}; got {positions!r}")
+    if stride < 1:
+        raise ValueError(f"stride must be at least 1 query, got {stride}")
+
+
+def real_tokens(mask: Tensor) -> Tensor:
+    """[B] int64 on the CPU, the real tokens of each row of mask [B, T] bool.
+
+    Raises:
+        ValueError: there is padding other than on the left; names the row.
+    """
+    real = mask.sum(dim=1)
+    column = torch.arange(mask.shape[1], device=mask.device)
+    is_left_padded = (mask == (column >= mask.shape[1] - real[:, None])).all(dim=1)
+    if not bool(is_left_padded.all()):
+        row = int((~is_left_padded).nonzero()[0])
+        raise ValueError(
+            f"row {row} of attention_mask has padding after a real token. The cache supports left padding only: set "
+            "tokenizer.padding_side = 'left', or pass use_cache=False."
+        )
+    return real.cpu()
+
+
+def strides(mask: Tensor | None, count: int, stride: int, device: torch.device) -> list[tuple[Tensor, Tensor | None]]:
+    """Cut a forward into strides, counted in each row from its first real token.
+
+    A left-padded row is thereby cut as it would be alone.
+
+    Args:
+        mask: [B, T] bool, False for padding on the left; None when all are real.
+        count: T.
+        stride: queries of one piece.
+
+    Returns:
+        For each piece its columns [B or 1, n] int64, each row's right-aligned, and which of them are real
+        [B, n] bool, None when all are.
+
+    Raises:
+        ValueError: there is padding other than on the left.
+    """
+    real = torch.tensor([count]) if mask is None else real_tokens(mask)
+    pieces = []
+    for first in range(0, max(1, int(real.max())), stride):
+        mine = (real - first).clamp(0, stride)
+        width = max(1, int(mine.max()))
+        place = torch.arange(width) - (width - mine)[:, None]
+        columns = ((count - real)[:, None] + first + place).clamp(0, count - 1)
+        is_real = place >= 0
+        pieces.append((columns.to(device), None if bool(is_real.all()) else is_real.to(device)))
+    return pieces

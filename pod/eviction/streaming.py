@@ -1,0 +1,55 @@
+"""StreamingLLM (arXiv 2309.17453): the first tokens and the last ones."""
+
+from dataclasses import dataclass
+
+from transformers.configuration_utils import PreTrainedConfig
+
+from pod.blocks import LayerBlocks
+from pod.eviction.slots import SlotStore
+from pod.eviction.storage import StoragePolicy, check_policy
+from pod_kernels.cascade import Cascades
+
+
+@dataclass(frozen=True)
+class StreamingLLM(StoragePolicy):
+    """Keep the first tokens, the attention sinks, and a window of the last ones: a cascade of one sub-cache.
+
+    Args:
+        budget: tokens kept per layer and KV head, the sinks included.
+        sinks: first tokens that stay for ever. In a model with blocks of more than one layer at least its `sink_size`.
+        positions: "cache", the original: keys are rotated to their place among the kept tokens, so that no distance
+            exceeds the budget. "absolute": they keep the angle of their position.
+        stride: queries processed at once; they attend to what is kept and to the stride itself.
+
+    Raises:
+        ValueError: a value is out of range; names it.
+    """
+
+    budget: int
+    sinks: int = 4
+    positions: str = "cache"
+    stride: int = 4096
+
+    def __post_init__(self) -> None:
+        if self.sinks < 0:
+            raise ValueError(f"sinks must be >= 0 tokens, got {self.sinks}")
+        if self.budget <= self.sinks:
+            raise ValueError(
+                f"budget must be larger than the {self.sinks} sinks, which it includes; got {self.budget}. "
+                f"Use at least {self.sinks + 1}."
+            )
+        check_policy(self.positions, self.stride)
+
+    def make_store(self, config: PreTrainedConfig, blocks: LayerBlocks) -> SlotStore:
+        """An empty store for a model.
+
+        Raises:
+            ValueError: the model's sinks alone exceed the budget.
+        """
+        sinks = self.sinks if blocks.is_dense else max(self.sinks, config.sink_size)
+        if self.budget <= sinks:
+            raise ValueError(
+                f"budget must be larger than the model's sink_size of {sinks} tokens, which are always kept in blocks "
+                f"of more than one layer; got {self.budget}. Use at least {sinks + 1}."
+            )
+        return SlotStore(config, blocks, Cascades(sinks, self.budget - sinks, 1), rotates=self.positions == "cache")

@@ -1,0 +1,411 @@
+"""Cascade: positions, scores and outputs are those of a plain simulation; and what follows from its rules."""
+
+import copy
+
+import pytest
+import torch
+from cascade_simulation import SimulatedLayers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import ANCHORS, DENSE, assert_close, build, fed, tokens
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+import pod
+from pod.eviction import Cascade, StreamingLLM
+
+HEADS, KV_HEADS, DIM = 4, 2, 8
+MODELS = [
+    pytest.param(("llama", "scores", ANCHORS), id="llama-scores"),
+    pytest.param(("qwen3", "keys", ANCHORS), id="qwen3-keys"),
+    pytest.param(("llama", "scores", DENSE), id="llama-dense"),
+]
+
+
+# ---------------------------------------------------------------------- against the simulation
+
+
+def config_of(anchors, share="scores", sink_size=1, recent_size=4) -> pod.PodLlamaConfig:
+    return pod.PodLlamaConfig(
+        hidden_size=HEADS * DIM,
+        num_hidden_layers=len(anchors),
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=DIM,
+        anchors=[list(row) for row in anchors],
+        sink_size=sink_size,
+        recent_size=recent_size,
+        share=share,
+    )
+
+
+def run_both(config, policy, cascade, chunks, seed=0, rotates=True, gamma=0.5, reduction="max"):
+    """Feed random q, k, v to a cache and to one simulation per row, and compare after every chunk.
+
+    chunks: lists of the real tokens of each row, right-aligned in the chunk.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    layers, rows = config.num_hidden_layers, len(chunks[0])
+    cache = pod.PodCache(config, eviction=policy)
+    rotary = LlamaRotaryEmbedding(config)
+    truths = [
+        SimulatedLayers(
+            config.blocks.anchors.tolist(),
+            HEADS // KV_HEADS,
+            config.sink_size,
+            config.recent_size,
+            config.share,
+            cascade,
+            gamma,
+            reduction,
+            rotates,
+        )
+        for _ in range(rows)
+    ]
+    for new in chunks:
+        columns = max(new)
+        q = 2 * torch.randn(layers, rows, HEADS, columns, DIM, generator=generator)
+        k, v = torch.randn(2, layers, rows, KV_HEADS, columns, DIM, generator=generator)
+        mask = torch.arange(columns) >= columns - torch.tensor(new)[:, None]
+        inputs = torch.zeros(rows, columns, HEADS * DIM)
+        cache.begin(config, inputs, None if bool(mask.all()) else mask, rotary)
+        out = [cache.attend(layer, q[layer], k[layer], v[layer], None, None, DIM**-0.5) for layer in range(layers)]
+        out = torch.stack(out)
+        cache.finish()
+        for row, truth in enumerate(truths):
+            real = slice(columns - new[row], columns)
+            expected = truth.feed(q[:, row, :, real], k[:, row, :, real], v[:, row, :, real])
+            torch.testing.assert_close(out[:, row, :, real].double(), expected, atol=2e-5, rtol=0)
+            assert not out[:, row, :, : columns - new[row]].any()
+            compare_kept(cache, truth, row)
+    return cache, truths
+
+
+def compare_kept(cache: pod.PodCache, truth: SimulatedLayers, row: int) -> None:
+    for layer, anchors in enumerate(truth.anchors):
+        positions = cache.positions(layer)
+        for head, anchor in enumerate(anchors):
+            cascade = truth.cascades[anchor, head]
+            kept = [position for position in positions[row, head].tolist() if position >= 0]
+            assert kept == cascade.kept()
+            state = cache.store._layers[anchor].state
+            if state.scores is None:
+                continue
+            place = cache.store._orders[anchor].index(head)
+            held = state.positions[place, row].tolist()
+            for token, score in cascade.scores.items():
+                assert float(state.scores[place, row, held.index(token)]) == pytest.approx(score, rel=1e-4, abs=1e-7)
+
+
+@st.composite
+def runs(draw):
+    rows = draw(st.integers(1, 2))
+    chunk = st.lists(st.integers(0, 6), min_size=rows, max_size=rows).filter(any)
+    chunks = draw(st.lists(chunk, min_size=1, max_size=8))
+    share, reduction = draw(st.sampled_from(["scores", "keys"])), draw(st.sampled_from(["max", "mean"]))
+    anchors = draw(st.sampled_from([((0, 0), (0, 1), (0, 1)), ((0, 0), (1, 1)), ((0, 0), (0, 0))]))
+    sizes = draw(st.integers(0, 3)), draw(st.integers(1, 8))
+    cascade = draw(st.integers(1, 3)), draw(st.integers(0, 3)), draw(st.integers(1, 4))  # size, sinks, sub-caches
+    return chunks, anchors, share, reduction, sizes, cascade, draw(st.integers(0, 1000))
+
+
+@settings(deadline=None, max_examples=20, derandomize=True)
+@given(runs())
+def test_chunks_equal_the_simulation(run):
+    chunks, anchors, share, reduction, (sink_size, recent_size), (size, sinks, levels), seed = run
+    config = config_of(anchors, share, sink_size, recent_size)
+    policy = Cascade(size * levels, sinks, levels, gamma=0.9, head_reduction=reduction)
+    shared = any(anchor != layer for layer, row in enumerate(anchors) for anchor in row)
+    always = max(sinks, sink_size) if shared else sinks
+    run_both(config, policy, (size * levels, always, levels), chunks, seed, gamma=0.9, reduction=reduction)
+
+
+@pytest.mark.parametrize("anchors", [((0, 0), (1, 1)), ((0, 0), (0, 1), (2, 1))], ids=["dense", "blocks"])
+def test_decoding_equals_the_simulation_step_by_step(anchors):
+    # A prompt of two chunks, then single tokens until every token of the prompt could be gone.
+    chunks = [[5, 7], [4, 4]] + [[1, 1]] * 20
+    run_both(config_of(anchors, recent_size=6), Cascade(8, 2, 4, gamma=0.8), (8, 2, 4), chunks, gamma=0.8)
+
+
+# ---------------------------------------------------------------------- the model
+
+
+@pytest.mark.parametrize("which", MODELS)
+@pytest.mark.parametrize("stride", [3, 64])
+def test_until_full_logits_are_those_without_eviction(which, stride):
+    model, ids = build(*which), tokens(2, 26)
+    cache = pod.PodCache(model.config, eviction=Cascade(24, sinks=4, num_cascades=3, stride=stride))
+    got = torch.cat([fed(model, cache, ids[:, :20]), fed(model, cache, ids[:, 20:], chunks=(1,) * 6)], dim=1)
+    with torch.no_grad():
+        assert_close(got, model(ids, use_cache=False).logits)
+
+
+def test_a_dynamic_rope_sees_the_places_in_use_only():
+    # Its frequencies change with the longest place: until full these are the positions, afterwards they stay.
+    config = LlamaConfig(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=8,
+        initializer_range=0.3,
+        rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
+    )
+    torch.manual_seed(0)
+    model = pod.convert(LlamaForCausalLM(config).eval(), pod.LayerBlocks.dense(2, 2), sink_size=2, recent_size=6)
+    cache, ids = pod.PodCache(model.config, eviction=Cascade(16, sinks=4, num_cascades=2)), tokens(1, 20)
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+    assert_close(fed(model, cache, ids), expected)
+    fed(model, cache, tokens(1, 40), chunks=(1,) * 40)
+    cos, sin = model.model.rotary_emb(torch.zeros(1), torch.arange(21)[None])
+    assert_close(cache.store._table[0], cos[0, :, :4])
+    assert_close(cache.store._table[1], sin[0, :, :4])
+
+
+@pytest.mark.parametrize("which", MODELS)
+def test_bfloat16(which):
+    # Far beyond the budget, against the same in float32: loosely, as rounding differs in every layer.
+    model, ids = build(*which), tokens(2, 40)
+    small, policy = copy.deepcopy(model).to(torch.bfloat16), StreamingLLM(12, stride=7)
+    got = fed(small, pod.PodCache(small.config, eviction=policy), ids, chunks=(30,) + (1,) * 10)
+    expected = fed(model, pod.PodCache(model.config, eviction=policy), ids, chunks=(30,) + (1,) * 10)
+    assert got.dtype == torch.bfloat16
+    assert torch.nn.functional.cosine_similarity(got.float(), expected, dim=-1).mean() > 0.99
+
+
+@pytest.mark.parametrize("which", MODELS)
+def test_until_full_the_number_of_cascades_does_not_matter(which):
+    model, ids = build(*which), tokens(2, 4 + 24 + 1)
+    logits = []
+    for number in (1, 2, 4, 24):
+        cache = pod.PodCache(model.config, eviction=Cascade(24, sinks=4, num_cascades=number, stride=5))
+        logits.append(fed(model, cache, ids))
+    for other in logits[1:]:
+        assert torch.equal(logits[0], other)
+
+
+@pytest.mark.parametrize("which", MODELS)
+def test_stride_one_is_token_by_token(which):
+    model, ids = build(*which), tokens(2, 30)
+    one = pod.PodCache(model.config, eviction=Cascade(8, sinks=2, num_cascades=2, stride=1))
+    by_token = pod.PodCache(model.config, eviction=Cascade(8, sinks=2, num_cascades=2))
+    assert_close(fed(model, one, ids), fed(model, by_token, ids, chunks=(1,) * 30))
+    for layer in range(len(model.model.layers)):
+        assert torch.equal(one.positions(layer), by_token.positions(layer))
+
+
+@pytest.mark.parametrize("which", MODELS)
+def test_strides_are_forwards(which):
+    model, ids = build(*which), tokens(2, 31)
+    strided = pod.PodCache(model.config, eviction=Cascade(8, sinks=2, num_cascades=2, stride=7))
+    several = pod.PodCache(model.config, eviction=Cascade(8, sinks=2, num_cascades=2))
+    assert_close(fed(model, strided, ids), fed(model, several, ids, chunks=(7, 7, 7, 7, 3)))
+
+
+@pytest.mark.parametrize("which", MODELS)
+def test_one_sub_cache_is_streaming(which):
+    model, ids = build(*which), tokens(2, 40)
+    cascade = pod.PodCache(model.config, eviction=Cascade(10, sinks=3, num_cascades=1, stride=6))
+    streaming = pod.PodCache(model.config, eviction=StreamingLLM(13, sinks=3, stride=6))
+    assert_close(fed(model, cascade, ids), fed(model, streaming, ids))
+    assert_close(fed(model, cascade, ids[:, :1]), fed(model, streaming, ids[:, :1]))
+    for layer in range(len(model.model.layers)):
+        assert torch.equal(cascade.positions(layer), streaming.positions(layer))
+
+
+@pytest.mark.parametrize("which", MODELS)
+@pytest.mark.parametrize("stride", [4, 64])
+def test_a_left_padded_row_is_exact(which, stride):
+    # Three turns; the third row is shorter than the sinks at first.
+    model, policy = build(*which), Cascade(8, sinks=3, num_cascades=2, stride=stride)
+    turns = [(17, 9, 2), (5, 5, 5), (1, 1, 1), (1, 1, 1), (6, 6, 6)]
+    rows = [tokens(sum(turn[row] for turn in turns), seed=row) for row in range(3)]
+    batch, mask = pod.PodCache(model.config, eviction=policy), torch.zeros(3, 0, dtype=torch.long)
+    alone = [pod.PodCache(model.config, eviction=policy) for _ in range(3)]
+    done = [0, 0, 0]
+    for turn in turns:
+        width = max(turn)
+        ids, new = torch.zeros(3, width, dtype=torch.long), torch.zeros(3, width, dtype=torch.long)
+        for row, count in enumerate(turn):
+            ids[row, width - count :] = rows[row][done[row] : done[row] + count]
+            new[row, width - count :] = 1
+        mask = torch.cat([mask, new], dim=1)
+        logits = fed(model, batch, ids, mask)
+        for row, count in enumerate(turn):
+            expected = fed(model, alone[row], rows[row][None, done[row] : done[row] + count])
+            assert_close(logits[row, width - count :], expected[0])
+            for layer in range(len(model.model.layers)):
+                kept, truth = batch.positions(layer)[row], alone[row].positions(layer)[0]
+                assert torch.equal(kept[:, : truth.shape[1]], truth) and (kept[:, truth.shape[1] :] == -1).all()
+            done[row] += count
+    assert batch.get_seq_length() == sum(max(turn) for turn in turns)
+
+
+@pytest.mark.parametrize("which", MODELS)
+def test_rows_are_reordered(which):
+    model, policy = build(*which), Cascade(8, sinks=3, num_cascades=2)
+    ids, new = tokens(3, 20), tokens(4, 9, seed=1)
+    order = torch.tensor([2, 0, 0, 1])
+    cache, truth = (pod.PodCache(model.config, eviction=policy) for _ in range(2))
+    fed(model, cache, ids)
+    cache.reorder_cache(order)
+    fed(model, truth, ids[order])
+    assert_close(fed(model, cache, new, chunks=(1,) * 9), fed(model, truth, new, chunks=(1,) * 9))
+    assert cache.batch_size == 4
+
+
+@pytest.mark.parametrize("which", MODELS)
+def test_generate(which):
+    model, ids = build(*which), tokens(2, 23)
+    policy = Cascade(8, sinks=2, num_cascades=2, stride=6)
+    cache = pod.PodCache(model.config, eviction=policy)
+    got = model.generate(ids, past_key_values=cache, max_new_tokens=12, do_sample=False)
+    truth, expected = pod.PodCache(model.config, eviction=policy), ids
+    logits = fed(model, truth, ids)
+    for _ in range(12):
+        expected = torch.cat([expected, logits[:, -1:].argmax(dim=-1)], dim=1)
+        logits = fed(model, truth, expected[:, -1:])
+    assert torch.equal(got, expected)
+    beams = model.generate(
+        ids,
+        past_key_values=pod.PodCache(model.config, eviction=policy),
+        max_new_tokens=5,
+        do_sample=False,
+        num_beams=3,
+    )
+    assert beams.shape == (2, 28)
+
+
+# ---------------------------------------------------------------------- what it costs
+
+
+def test_pairs_grow_linearly_and_are_counted():
+    model, stride, budget, sinks = build("llama", "scores", DENSE), 8, 12, 4
+    counted = []
+    for length in (64, 128, 256):
+        cache = pod.PodCache(model.config, eviction=Cascade(budget, sinks, 2, stride=stride))
+        fed(model, cache, tokens(2, length))
+        expected = sum(stride * (min(first, budget + sinks) + stride) for first in range(0, length, stride))
+        assert cache.store.pairs == 2 * 4 * 3 * expected  # rows, query heads, layers
+        counted.append(cache.store.pairs)
+    assert counted[2] - counted[1] == 2 * (counted[1] - counted[0])
+
+
+def test_decoding_inside_blocks_multiplies_no_distant_key_twice():
+    model = build("llama", "scores", ANCHORS)  # 2 sinks and 6 recent
+    cache = pod.PodCache(model.config, eviction=Cascade(12, sinks=4, num_cascades=2))
+    fed(model, cache, tokens(3, 30))
+    before = cache.store.pairs
+    fed(model, cache, tokens(3, 1))
+    anchors = int(model.config.blocks.is_anchor.sum())
+    others = model.config.blocks.anchors.numel() - anchors
+    # Two query heads per KV head, three rows; each of the other heads has its own keys of 2 + 6 tokens and the new one.
+    assert cache.store.pairs - before == 3 * 2 * (anchors * (16 + 1) + others * (2 + 6 + 1))
+
+
+@pytest.mark.parametrize("which", MODELS)
+def test_an_update_writes_the_inserted_tokens_only(which):
+    model = build(*which)
+    cache = pod.PodCache(model.config, eviction=Cascade(16, sinks=2, num_cascades=4))
+    fed(model, cache, tokens(2, 40))
+    for step in range(12):
+        before = [tensor.clone() for tensor in vectors_of(cache)]
+        moved = cache.store.moved
+        fed(model, cache, tokens(2, 1, seed=step))
+        changed = [int((old != new).any(dim=-1).sum()) for old, new in zip(before, vectors_of(cache), strict=True)]
+        segments = [part.offsets.numel() for stored in cache.store._layers for part in parts(stored)]
+        # One vector per row and head of each part, wherever the token went.
+        assert changed == segments
+        assert cache.store.moved - moved == sum(segments)
+
+
+def parts(stored) -> tuple:
+    return stored.values, stored.keys, stored.own
+
+
+def vectors_of(cache: pod.PodCache) -> list[Tensor]:
+    return [part.data for stored in cache.store._layers for part in parts(stored)]
+
+
+@pytest.mark.parametrize("which", MODELS)
+def test_bytes_do_not_grow(which):
+    model = build(*which)
+    budget, sinks, levels, batch = 16, 4, 4, 2
+    cache = pod.PodCache(model.config, eviction=Cascade(budget, sinks, levels, stride=8))
+    fed(model, cache, tokens(batch, 5))
+    sizes = {cache.nbytes()}
+    storages = [tensor.data_ptr() for tensor in cache.storages()]
+    for _ in range(4):
+        fed(model, cache, tokens(batch, 37), chunks=(20, 1, 16))
+        sizes.add(cache.nbytes())
+    assert [tensor.data_ptr() for tensor in cache.storages()] == storages
+    anchors = int(model.config.blocks.is_anchor.sum())
+    others = model.config.blocks.anchors.numel() - anchors
+    near = model.config.sink_size + model.config.recent_size
+    vectors = (2 * anchors + others) * (sinks + budget) + others * min(near, sinks + budget)
+    # Positions and scores of each slot and one spare, and the rings with a spare each.
+    books = anchors * ((8 + 4) * (sinks + budget + 1) + 8 * (budget + levels))
+    assert sizes == {batch * (vectors * DIM * 4 + books)}
+
+
+# ---------------------------------------------------------------------- misuse
+
+
+@pytest.mark.parametrize(
+    "kwargs, message",
+    [
+        (dict(budget=0), "budget must be at least 1 token, got 0"),
+        (dict(budget=10), "multiple of num_cascades.*10 and 4. Use 8 or 12"),
+        (dict(budget=3), "multiple of num_cascades.*3 and 4. Use 4 or 4"),
+        (dict(budget=8, sinks=-1), "sinks must be >= 0 tokens, got -1"),
+        (dict(budget=8, num_cascades=0), "num_cascades must be at least 1, got 0"),
+        (dict(budget=8, stride=0), "stride must be at least 1 query, got 0"),
+        (dict(budget=8, gamma=1.0), "gamma must be between 0 and 1, both excluded; got 1.0"),
+        (dict(budget=8, gamma=0.0), "gamma must be between 0 and 1, both excluded; got 0.0"),
+        (dict(budget=8, head_reduction="median"), "'max', 'mean'; got 'median'"),
+    ],
+)
+def test_bad_values_are_named(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        Cascade(**kwargs)
+
+
+def test_cropping_is_refused_by_name():
+    model = build()
+    cache = pod.PodCache(model.config, eviction=Cascade(8, sinks=2))
+    fed(model, cache, tokens(1, 5))
+    assert not cache.is_croppable
+    with pytest.raises(ValueError, match="Cascade cannot take tokens back.*without draft tokens"):
+        cache.crop(-1)
+
+
+def test_misuse_of_a_cache_is_named():
+    model = build()
+    with pytest.raises(ValueError, match="eviction must be a method such as pod.eviction.*got 'cascade'"):
+        pod.PodCache(model.config, eviction="cascade")
+    cache = pod.PodCache(model.config, eviction=Cascade(8, sinks=2))
+    with pytest.raises(ValueError, match="the cache is empty"):
+        cache.positions(0)
+    fed(model, cache, tokens(2, 5))
+    with pytest.raises(ValueError, match="the cache holds 2 rows but the input has 3"):
+        fed(model, cache, tokens(3, 1))
+    with pytest.raises(ValueError, match="row 1 of attention_mask has padding after a real token"):
+        mask = torch.ones(2, 8, dtype=torch.long)
+        mask[1, 6] = 0
+        fed(model, cache, tokens(2, 3), mask)
+    with pytest.raises(ValueError, match="row 0 of attention_mask has padding after a real token"):
+        mask = torch.ones(1, 8, dtype=torch.long)
+        mask[0, -1] = 0
+        fed(model, pod.PodCache(model.config, eviction=Cascade(8, sinks=2, stride=3)), tokens(1, 8), mask)
+    assert cache.get_seq_length() == 5
+    config, inputs = model.config, torch.zeros(2, 1, 32)
+    cache.begin(config, inputs, None, model.model.rotary_emb)
+    with pytest.raises(ValueError, match="the last forward broke off.*call cache.reset"):
+        fed(model, cache, tokens(2, 1))
+    cache.reset()
+    assert cache.nbytes() == 0 and cache.get_seq_length() == 0
+    fed(model, cache, tokens(3, 5))
