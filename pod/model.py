@@ -7,6 +7,9 @@ The running anchors travel from layer to layer as explicit positional tensors, o
 what it was given, and where no later layer reads a pair it is None. This form is exact under both kinds of gradient
 checkpointing, torch.compile and ZeRO-3. Positional it must be: checkpointing closes over keyword arguments.
 
+With a `SequenceShard`, T is the rank's part of the sequence outside attention and the whole sequence inside it, where
+H and H_kv are the rank's own heads; so the anchors travel head-sharded.
+
 A further family takes a config class in `pod.config` and an entry in `FAMILIES`, when its attention is q, k, v
 projections, optional q/k norm, RoPE and an output projection, and its layer is the usual pre-norm pair.
 """
@@ -36,6 +39,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3Decode
 from pod.blocks import LayerBlocks
 from pod.cache import PodCache
 from pod.config import PodLlamaConfig, PodQwen3Config, check_sizes
+from pod.sequence_parallel import SequenceShard
 from pod_kernels import shared_score_attention
 
 Anchors = tuple[Tensor | None, ...]  # (query group, key) of KV head 0, of KV head 1, ...
@@ -68,16 +72,18 @@ class PodAttention:
         past_key_values: PodCache | None = None,
         lengths: Tensor | None = None,
         document_ids: Tensor | None = None,
+        sequence: SequenceShard | None = None,
     ) -> tuple[Tensor, Anchors]:
         """One layer of attention.
 
         Args:
             hidden_states: [B, T, hidden].
-            anchors: the running anchors, 2 * H_kv entries.
+            anchors: the running anchors, 2 * H_kv entries (the rank's KV heads with `sequence`).
             position_embeddings: (cos, sin) of RoPE.
             past_key_values: cache to write to and read from.
             lengths: [B] real tokens of left-padded rows.
             document_ids: [B, T] of packed documents.
+            sequence: the rank's part of a sequence that several ranks share; lengths and document_ids are whole.
 
         Returns:
             [B, T, hidden], and the running anchors for the next layer.
@@ -90,10 +96,15 @@ class PodAttention:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), *position_embeddings)
 
+        heads = range(len(self.is_anchor))
+        if sequence is not None:
+            heads = sequence.kv_heads(len(self.is_anchor))
+            q, k, v = sequence.to_heads(q, k, v)
+
         # One query with a cache reads the scores that its anchors left there: nothing has to travel.
         travels = past_key_values is None or q.shape[2] > 1 or past_key_values.get_seq_length() == 0
-        q_distant, k_distant = self._distant(q, k, anchors) if travels else (None, None)
-        following = self._hand_on(q, k, anchors) if travels else anchors
+        q_distant, k_distant = self._distant(q, k, anchors, heads) if travels else (None, None)
+        following = self._hand_on(q, k, anchors, heads) if travels else anchors
         if past_key_values is None:
             out = shared_score_attention(
                 q,
@@ -109,15 +120,18 @@ class PodAttention:
             )
         else:
             out = past_key_values.attend(self.layer_idx, q, k, v, q_distant, k_distant, self.scaling)
+        if sequence is not None:
+            out = sequence.to_tokens(out)
         out = out.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1)
         return self.o_proj(out), following
 
-    def _distant(self, q: Tensor, k: Tensor, anchors: Anchors) -> tuple[Tensor | None, Tensor | None]:
-        if all(self.is_anchor):
+    def _distant(self, q: Tensor, k: Tensor, anchors: Anchors, heads: range) -> tuple[Tensor | None, Tensor | None]:
+        # `heads` are the model's numbers of k's heads; everything else counts k's own.
+        if all(self.is_anchor[heads.start : heads.stop]):
             return None, None
-        groups = self.num_key_value_groups
+        groups = q.shape[1] // k.shape[1]
         queries, keys = [], []
-        for head, is_anchor in enumerate(self.is_anchor):
+        for head, is_anchor in enumerate(self.is_anchor[heads.start : heads.stop]):
             own = q[:, head * groups : (head + 1) * groups]
             takes_own = is_anchor or self.config.share == "keys"
             queries.append(own if takes_own else anchors[2 * head])
@@ -125,10 +139,11 @@ class PodAttention:
         q_distant = q if self.config.share == "keys" else torch.cat(queries, dim=1)
         return q_distant, torch.stack(keys, dim=1)
 
-    def _hand_on(self, q: Tensor, k: Tensor, anchors: Anchors) -> Anchors:
-        groups = self.num_key_value_groups
+    def _hand_on(self, q: Tensor, k: Tensor, anchors: Anchors, heads: range) -> Anchors:
+        groups = q.shape[1] // k.shape[1]
         following: list[Tensor | None] = []
-        for head, (is_anchor, goes_on) in enumerate(zip(self.is_anchor, self.goes_on, strict=True)):
+        for head, number in enumerate(heads):
+            is_anchor, goes_on = self.is_anchor[number], self.goes_on[number]
             if not goes_on:
                 following += [None, None]
             elif not is_anchor:
@@ -154,6 +169,7 @@ class PodDecoderLayer:
         past_key_values: PodCache | None = None,
         lengths: Tensor | None = None,
         document_ids: Tensor | None = None,
+        sequence: SequenceShard | None = None,
     ) -> tuple[Tensor | None, ...]:
         """[B, T, hidden] and the anchors in; the same out."""
         attended, anchors = self.self_attn(
@@ -163,6 +179,7 @@ class PodDecoderLayer:
             past_key_values=past_key_values,
             lengths=lengths,
             document_ids=document_ids,
+            sequence=sequence,
         )
         hidden_states = hidden_states + attended
         hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
@@ -196,6 +213,7 @@ class PodModel:
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
         return_dict: bool | None = None,
+        sequence: SequenceShard | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast | tuple:
         """Run the decoder.
@@ -210,6 +228,9 @@ class PodModel:
             use_cache: return a cache; config.use_cache when None, never in training.
             document_ids: [B, T] int64, non-decreasing, -1 padding: packed documents, without a cache.
             output_hidden_states: also return every layer's input and the last output.
+            sequence: the part of the sequence that this rank runs, where the ranks of a group share one; without a
+                cache. All other arguments are whole sequences, the same on every rank; the hidden states that are
+                returned are the rank's part, [B, t, hidden].
 
         Raises:
             ValueError: an argument that PoD does not support, by name and with the remedy.
@@ -226,9 +247,17 @@ class PodModel:
                 f"attention_dropout={self.config.attention_dropout} is not supported: PoD never holds "
                 "the [T, T] weights it would act on. Set config.attention_dropout = 0.0 to train."
             )
+        if sequence is not None:
+            if past_key_values is not None or use_cache:
+                raise ValueError("a sequence shared by several ranks is for training without a cache: use_cache=False")
+            use_cache = False
+            if input_ids is not None:
+                input_ids = sequence.take(input_ids)
+            else:
+                inputs_embeds = sequence.take(inputs_embeds)
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
-        batch, count = inputs_embeds.shape[:2]
+        batch, count = inputs_embeds.shape[0], inputs_embeds.shape[1] if sequence is None else sequence.length
         checkpoints = self.gradient_checkpointing and self.training
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
@@ -252,8 +281,12 @@ class PodModel:
         if past_key_values is not None:
             past_key_values.begin(self.config, inputs_embeds, mask)
 
+        kv_heads = self.config.num_key_value_heads
+        if sequence is not None:
+            position_ids = sequence.take(position_ids)
+            kv_heads = len(sequence.kv_heads(kv_heads))
         position_embeddings = self.rotary_emb(inputs_embeds, position_ids=position_ids)
-        states: Anchors = (inputs_embeds, *([None] * (2 * self.config.num_key_value_heads)))
+        states: Anchors = (inputs_embeds, *([None] * (2 * kv_heads)))
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         all_states = [inputs_embeds]
@@ -264,6 +297,7 @@ class PodModel:
                 past_key_values=past_key_values,
                 lengths=lengths,
                 document_ids=document_ids,
+                sequence=sequence,
             )
             if output_hidden_states:
                 all_states.append(states[0])
@@ -331,6 +365,10 @@ class PodForCausalLM:
             raise ValueError(
                 f"the model lies on several devices ({', '.join(map(str, sorted(devices, key=str)))}): anchors would "
                 "have to move between them. Load it with device_map={'': 0}, or use ZeRO-3 to train it."
+            )
+        if labels is not None and kwargs.get("sequence") is not None:
+            raise ValueError(
+                "each rank has the logits of its own tokens only: leave labels out, and sum over the ranks"
             )
         return super().forward(
             input_ids=input_ids,
