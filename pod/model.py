@@ -367,9 +367,7 @@ class PodForCausalLM:
                 "have to move between them. Load it with device_map={'': 0}, or use ZeRO-3 to train it."
             )
         if labels is not None and kwargs.get("sequence") is not None:
-            raise ValueError(
-                "each rank has the logits of its own tokens only: leave labels out, and sum over the ranks"
-            )
+            raise ValueError("a rank has the logits of its own tokens only: leave labels out, and sum over the ranks")
         return super().forward(
             input_ids=input_ids,
             attention_mask=attention_mask,

@@ -12,13 +12,15 @@ from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    PreTrainedConfig,
     PreTrainedModel,
     get_cosine_with_min_lr_schedule_with_warmup,
 )
 
 from pod.blocks import LayerBlocks
-from pod.loss import chunked_cross_entropy, shifted
-from pod.model import convert
+from pod.loss import IGNORED, chunked_cross_entropy, shifted
+from pod.model import pod_config
+from pod.sequence_parallel import SequenceGroup, SequenceShard, check_heads
 
 # Peak bf16 FLOP/s of one device, dense, from the vendors' data sheets; utilisation is logged where the name matches.
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12}
@@ -81,52 +83,91 @@ class PodModule(lightning.LightningModule):
         hparams = self.hparams
         dtype = getattr(torch, hparams.dtype)
         if hparams.base is not None:
-            stock = load_stock(hparams.base, hparams.rope_theta, dtype)
+            config = stock_config(hparams.base, hparams.rope_theta)
         else:
             fields = dict(hparams.model_config)
             config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-            stock = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        layers, heads = stock.config.num_hidden_layers, stock.config.num_key_value_heads
+        layers, heads = config.num_hidden_layers, config.num_key_value_heads
+        if self.sequence_group is not None:
+            check_heads(config.num_attention_heads, heads, self.sequence_group.size)
         blocks = LayerBlocks.dense(layers, heads) if hparams.blocks is None else LayerBlocks(hparams.blocks)
-        self.model = convert(stock, blocks, hparams.sink_size, hparams.recent_size, hparams.share)
+        config = pod_config(config, blocks, hparams.sink_size, hparams.recent_size, hparams.share)
+        # Made as a PoD model at once, not converted: under ZeRO-3 the parameters are sharded while they are made.
+        if hparams.base is not None:
+            self.model = AutoModelForCausalLM.from_pretrained(hparams.base, config=config, dtype=dtype)
+        else:
+            self.model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         if hparams.gradient_checkpointing:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.model.train()
 
+    @property
+    def sequence_group(self) -> SequenceGroup | None:
+        """The ranks that share a sequence with this one; None when each rank has its own."""
+        return getattr(self._trainer.strategy, "sequence_group", None) if self._trainer is not None else None
+
     def loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Sum of the cross-entropies of a batch in nats, and the number of targets.
+
+        Where P ranks share the sequences, all of them are given the whole batch. The sum is then P times that of the
+        rank's own tokens, so that its mean over the ranks is the batch's, and the number is the batch's.
 
         Args:
             batch: input_ids [B, T], optionally labels [B, T] (-100 is ignored) and document_ids [B, T].
         """
-        output = self.model.model(input_ids=batch["input_ids"], document_ids=batch.get("document_ids"), use_cache=False)
-        targets = shifted(batch.get("labels", batch["input_ids"]))
-        return chunked_cross_entropy(output.last_hidden_state, self.model.lm_head, targets, self.hparams.loss_chunk)
+        ids, group = batch["input_ids"], self.sequence_group
+        shard = None if group is None else SequenceShard(ids.shape[1], group)
+        output = self.model.model(
+            input_ids=ids, document_ids=batch.get("document_ids"), use_cache=False, sequence=shard
+        )
+        # Shifted before it is cut: the first label of a rank's part belongs to the last token of the part before.
+        targets = shifted(batch.get("labels", ids))
+        count = (targets != IGNORED).sum()
+        if shard is not None:
+            targets = shard.take(targets, fill=IGNORED)
+        total, _ = chunked_cross_entropy(output.last_hidden_state, self.model.lm_head, targets, self.hparams.loss_chunk)
+        return total * (1 if group is None else group.size), count
 
     def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
         total, count = self.loss(batch)
         loss = total / count.clamp(min=1)
         self._tokens += batch["input_ids"].numel()
-        self.log("train_loss", loss.detach(), prog_bar=True)
+        self.log("train_loss", loss.detach(), prog_bar=True, sync_dist=self.trainer.world_size > 1)
         return loss
+
+    def setup(self, stage: str) -> None:
+        # The first process may have analysed the model while the others waited.
+        if self.trainer.world_size > 1:
+            self.hparams.blocks = self.trainer.strategy.broadcast(self.hparams.blocks)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         # One line a step: gradient norm before clipping, learning rate, speed.
+        if self.trainer.fit_loop._should_accumulate():
+            return  # DeepSpeed is asked to step after every micro-batch
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
         seconds = time.perf_counter() - self._clock
-        values = {"lr": optimizer.param_groups[0]["lr"], "tokens_per_second": self._tokens / max(seconds, 1e-9)}
+        groups = (self.trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
+        tokens = groups * self._tokens  # of all processes
+        values = {"lr": optimizer.param_groups[0]["lr"], "tokens_per_second": tokens / max(seconds, 1e-9)}
         if gradients:
             values["grad_norm"] = nn.utils.get_total_norm(gradients)
         peak = self._peak_flops()
         if peak:
-            values["flops_utilisation"] = values["tokens_per_second"] * self.flops_per_token() / peak
+            flops = values["tokens_per_second"] * self.flops_per_token()
+            values["flops_utilisation"] = flops / (peak * self.trainer.world_size)
         self.log_dict(values, prog_bar=False)
         self.log("tok/s", float(values["tokens_per_second"]), prog_bar=True, logger=False)
         self._clock, self._tokens = time.perf_counter(), 0
 
+    def on_train_batch_end(self, outputs: Any, batch: dict[str, Tensor], index: int) -> None:
+        # DeepSpeed keeps the gradients to itself, and knows their norm when the step is done.
+        norm = getattr(self.trainer.strategy, "global_grad_norm", None)
+        if norm is not None and not self.trainer.fit_loop._should_accumulate():
+            self.log("grad_norm", norm())
+
     def flops_per_token(self) -> float:
         """Floating-point operations of forward and backward per token, attention left out: 6 per parameter."""
-        return 6.0 * sum(p.numel() for p in self.parameters())
+        return 6.0 * sum(math.prod(_shape(p)) for p in self.parameters())
 
     def _peak_flops(self) -> float | None:
         if self.device.type != "cuda":
@@ -154,7 +195,7 @@ class PodModule(lightning.LightningModule):
         decayed, others = [], []
         for module in self.model.modules():
             for name, parameter in module.named_parameters(recurse=False):
-                matrix = parameter.dim() > 1 and not isinstance(module, nn.Embedding) and name == "weight"
+                matrix = len(_shape(parameter)) > 1 and not isinstance(module, nn.Embedding) and name == "weight"
                 (decayed if matrix else others).append(parameter)
         # A head tied to the embedding is one parameter: it is met first as an embedding and stays undecayed.
         undecayed = {id(parameter) for parameter in others}
@@ -177,11 +218,16 @@ class PodModule(lightning.LightningModule):
             torch.set_rng_state(checkpoint["rng_state"].cpu())
 
 
-def load_stock(base: str, rope_theta: float | None, dtype: torch.dtype) -> PreTrainedModel:
-    """The model at `base`, with another RoPE base when wanted.
+def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    """The whole parameter's shape: under ZeRO-3 it is empty on each rank, and the shape stands beside it."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def stock_config(base: str, rope_theta: float | None) -> PreTrainedConfig:
+    """The config of the model at `base`, with another RoPE base when wanted.
 
     Raises:
-        ValueError: nothing can be loaded from there.
+        ValueError: there is no config.
     """
     try:
         config = AutoConfig.from_pretrained(base)
@@ -190,4 +236,13 @@ def load_stock(base: str, rope_theta: float | None, dtype: torch.dtype) -> PreTr
         raise ValueError(f"no model at {base!r}: it is no {kind} with a config.json ({error})") from error
     if rope_theta is not None:
         config.rope_parameters = {**config.rope_parameters, "rope_theta": float(rope_theta)}
-    return AutoModelForCausalLM.from_pretrained(base, config=config, dtype=dtype)
+    return config
+
+
+def load_stock(base: str, rope_theta: float | None, dtype: torch.dtype) -> PreTrainedModel:
+    """The model at `base`, with another RoPE base when wanted.
+
+    Raises:
+        ValueError: nothing can be loaded from there.
+    """
+    return AutoModelForCausalLM.from_pretrained(base, config=stock_config(base, rope_theta), dtype=dtype)

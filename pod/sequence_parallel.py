@@ -70,7 +70,7 @@ def check_heads(num_heads: int, num_kv_heads: int, size: int) -> None:
     if num_heads % size or (num_kv_heads % size and size % num_kv_heads):
         fitting = [p for p in range(1, num_heads + 1) if not (num_heads % p or (num_kv_heads % p and p % num_kv_heads))]
         raise ValueError(
-            f"sequence_parallel_size={size} does not fit {num_heads} query heads and {num_kv_heads} KV heads: each rank "
+            f"sequence_parallel_size={size} does not fit {num_heads} query heads and {num_kv_heads} KV heads: a rank "
             f"takes whole heads. This model allows {', '.join(map(str, fitting))}"
         )
 
