@@ -133,10 +133,22 @@ class Trainer:
     max_tokens: int | None = None
     """Tokens to train on, rounded up to whole optimiser steps."""
     tokens_per_batch: int = MISSING
-    """Tokens of one optimiser step over all processes. A multiple of micro_batch_size * sequence_length * processes:
-    the rest is made up by accumulating gradients."""
+    """Tokens of one optimiser step over all processes. A multiple of micro_batch_size * sequence_length * processes
+    that read samples of their own (devices * num_nodes / sequence_parallel_size): the rest is made up by accumulating
+    gradients."""
     devices: int = 1
     """Processes of one machine, each with its device."""
+    num_nodes: int = 1
+    """Machines, each with so many devices."""
+    strategy: str = "auto"
+    """How processes work together. auto: alone, or as ddp where there are several; ddp: each holds the whole model;
+    deepspeed: ZeRO shards the model over all of them, also with `trainer.sequence_parallel_size`."""
+    zero_stage: int = 3
+    """What ZeRO shards over the processes, with deepspeed: 1 the optimiser's state, 2 also the gradients, 3 also the
+    parameters."""
+    sequence_parallel_size: int = 1
+    """Processes that share a sample, each with its part of the sequence (Ulysses), with deepspeed. A divisor of the
+    number of processes, of the model's query heads, and a divisor or multiple of its KV heads."""
     accelerator: str = "auto"
     """Lightning's name of the kind of device: auto, cpu, gpu, ..."""
     precision: str = "32-true"
@@ -186,6 +198,7 @@ CHOICES = {
     "model.dtype": ("float32", "bfloat16"),
     "model.share": ("scores", "keys"),
     "trainer.precision": ("32-true", "bf16-mixed", "bf16-true"),
+    "trainer.strategy": ("auto", "ddp", "deepspeed"),
 }
 # Of a list, every element; null is always inside.
 INTERVALS = {
@@ -211,6 +224,9 @@ INTERVALS = {
     "trainer.max_tokens": "[1, inf)",
     "trainer.tokens_per_batch": "[1, inf)",
     "trainer.devices": "[1, inf)",
+    "trainer.num_nodes": "[1, inf)",
+    "trainer.zero_stage": "[1, 3]",
+    "trainer.sequence_parallel_size": "[1, inf)",
     "trainer.validate_every": "[1, inf)",
     "trainer.validation_batches": "[1, inf)",
     "trainer.checkpoint_every": "[1, inf)",
@@ -244,15 +260,22 @@ def warmup_steps(recipe: Recipe) -> int:
     return recipe.optimizer.warmup_steps or 0
 
 
-def accumulate(recipe: Recipe, num_processes: int = 1) -> int:
+def data_parallel_size(recipe: Recipe) -> int:
+    """Processes that each read samples of their own; those that share a sample count as one."""
+    return recipe.trainer.devices * recipe.trainer.num_nodes // recipe.trainer.sequence_parallel_size
+
+
+def accumulate(recipe: Recipe, num_processes: int | None = None) -> int:
     """Forward and backward passes of each process in one optimiser step.
 
     Args:
-        num_processes: processes that each read samples of their own (those that share a sample count as one).
+        num_processes: processes that each read samples of their own; None: the recipe's `data_parallel_size`.
 
     Raises:
         RecipeError: `trainer.tokens_per_batch` is not a multiple of the tokens of one pass of all processes.
     """
+    if num_processes is None:
+        num_processes = data_parallel_size(recipe)
     micro, length = recipe.data.micro_batch_size, recipe.data.sequence_length
     wanted, one_pass = recipe.trainer.tokens_per_batch, micro * length * num_processes
     if wanted % one_pass:
@@ -578,6 +601,21 @@ def _check_together(recipe: Recipe) -> None:
         raise RecipeError(f"optimizer.betas must be two floats, got {optimizer.betas}")
     if optimizer.min_lr > optimizer.lr:
         raise RecipeError(f"optimizer.min_lr ({optimizer.min_lr:g}) is above optimizer.lr ({optimizer.lr:g})")
+    size, processes = trainer.sequence_parallel_size, trainer.devices * trainer.num_nodes
+    if size > 1 and trainer.strategy != "deepspeed":
+        raise RecipeError(
+            f"trainer.sequence_parallel_size={size} needs trainer.strategy=deepspeed, got {trainer.strategy!r}"
+        )
+    if processes % size:
+        raise RecipeError(
+            f"trainer.sequence_parallel_size={size} does not divide the {processes} processes (trainer.devices "
+            f"{trainer.devices} * trainer.num_nodes {trainer.num_nodes})"
+        )
+    if recipe.data.sequence_length < size:
+        raise RecipeError(
+            f"trainer.sequence_parallel_size={size} is more than the tokens of a sample, data.sequence_length="
+            f"{recipe.data.sequence_length}"
+        )
     shares = recipe.blocks.file is not None or recipe.blocks.threshold is not None or recipe.blocks.kv_saving > 0
     if shares and model.sink_size + model.recent_size >= recipe.data.sequence_length:
         raise RecipeError(

@@ -9,9 +9,11 @@ strategy is made.
 import atexit
 import gc
 import importlib.util
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import lightning
@@ -25,6 +27,8 @@ from torch import Tensor, nn
 
 from pod.model import PodAttention, PodDecoderLayer
 from pod.sequence_parallel import SequenceGroup
+
+COMPLETE = "complete.json"  # in a checkpoint's directory: all shards are written, and by how many processes
 
 
 class UlyssesDeepSpeedStrategy(DeepSpeedStrategy):
@@ -93,7 +97,7 @@ class UlyssesDeepSpeedStrategy(DeepSpeedStrategy):
             )
         super()._configure_launcher()
 
-    # Connecting the processes. Lightning allows DeepSpeed on CUDA alone; on a CPU its steps are done without its checks.
+    # Connecting the processes. Lightning allows DeepSpeed on CUDA alone; on a CPU we take its steps without its checks.
 
     def setup_environment(self) -> None:
         if self._on_cpu:
@@ -166,9 +170,9 @@ class UlyssesDeepSpeedStrategy(DeepSpeedStrategy):
         if not self._on_cpu:
             super()._initialize_deepspeed_inference(model)
             return
-        wanted = ("bf16", "fp16") + (
-            ("zero_allow_untested_optimizer", "zero_optimization") if self.zero_stage_3 else ()
-        )
+        wanted = ["bf16", "fp16"]
+        if self.zero_stage_3:
+            wanted += ["zero_allow_untested_optimizer", "zero_optimization"]
         config = {"train_micro_batch_size_per_gpu": 1} | {key: self.config[key] for key in wanted if key in self.config}
         remove_module_hooks(model)
         self.model, _ = self._initialize(config, model, model_parameters=[])
@@ -191,6 +195,15 @@ class UlyssesDeepSpeedStrategy(DeepSpeedStrategy):
         """The norm of the whole gradient of the last optimiser step, before clipping."""
         norm = self.deepspeed_engine.get_global_grad_norm()
         return None if norm is None else float(norm)
+
+    def save_checkpoint(self, checkpoint: dict, filepath: str | Path, storage_options: Any = None) -> None:
+        """Each process writes its shard into the directory `filepath`; when all have, `complete.json` is added."""
+        filepath = Path(self.broadcast(filepath))
+        if self.is_global_zero:
+            (filepath / COMPLETE).unlink(missing_ok=True)
+        super().save_checkpoint(checkpoint, filepath, storage_options)  # ends with a barrier
+        if self.is_global_zero:
+            (filepath / COMPLETE).write_text(json.dumps({"world_size": self.world_size}))
 
     def teardown(self) -> None:
         # The engine's hooks and cycles go first: what is left of them when the processes disconnect may abort them.

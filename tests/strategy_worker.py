@@ -5,15 +5,9 @@ same processes, as starting up takes most of the time; rank r writes RUN.r.pt fo
 """
 
 import json
-import logging
 import os
 import sys
-import warnings
 from pathlib import Path
-
-os.environ |= {"DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
-warnings.filterwarnings("ignore")
-logging.disable(logging.INFO)
 
 import lightning
 import torch
@@ -38,9 +32,8 @@ class Recorded(lightning.Callback):
         from deepspeed.utils import safe_get_full_grad
 
         if not self.gradients and not trainer.fit_loop._should_accumulate():
-            self.gradients = {
-                name: safe_get_full_grad(p).float().clone() for name, p in module.model.named_parameters()
-            }
+            named = module.model.named_parameters()
+            self.gradients = {name: safe_get_full_grad(parameter).float().clone() for name, parameter in named}
 
     def on_train_end(self, trainer, module):
         from deepspeed.utils import safe_get_full_fp32_param

@@ -1,28 +1,36 @@
-"""Lightning, DeepSpeed ZeRO and Ulysses together, on 2 and 4 processes over gloo, against one process and plain torch."""
+"""Lightning, DeepSpeed ZeRO and Ulysses on 2 and 4 processes over gloo, against plain torch on one."""
 
+import csv
 import importlib.util
 import json
 import math
 import os
+import shutil
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import lightning
 import numpy as np
 import pytest
 import torch
+from test_sequence_parallel import on_ranks
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import pod
-from pod.data import SampleWriter
+from pod.data import PreparedDataset, SampleWriter
+from pod.fit import last_checkpoint, resume_from
+from pod.module import PodModule
+from pod.recipe import load_recipe
+from pod.sequence_parallel import SequenceGroup
 
 ROOT = Path(__file__).parent.parent
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
-STEPS, CLIP, LR, MIN_LR, DECAY, BETAS, MICRO = 4, 0.05, 3e-2, 1e-2, 0.1, (0.9, 0.95), 2
+STEPS, CLIP, LR, MIN_LR, DECAY, BETAS, MICRO = 4, 0.05, 5e-3, 1e-3, 0.1, (0.9, 0.95), 2
 MODULE = {"sink_size": 2, "recent_size": 5, "lr": LR, "min_lr": MIN_LR, "weight_decay": DECAY, "max_steps": STEPS}
 BLOCKS = [[0, 0], [0, 1], [2, 1], [2, 1]]  # the two KV heads share differently
 LENGTH = 37  # odd, so no part of it is whole
@@ -60,6 +68,7 @@ def inputs(tmp_path_factory):
             documents[np.arange(LENGTH) >= LENGTH - generator.integers(0, 25, 70)[:, None]] = -1
         with SampleWriter(folder / name, sequence_length=LENGTH, vocab_size=80, tokenizer="x") as writer:
             writer.add("train", tokens, documents)
+            writer.add("validation", tokens[:2], None if documents is None else documents[10:12])
     return folder
 
 
@@ -81,6 +90,7 @@ def launch(folder, world_size, runs):
     spec = {"world_size": world_size, "steps": STEPS, "clip": CLIP, "module": MODULE, "micro_batch_size": MICRO}
     (folder / "spec.json").write_text(json.dumps(spec | {"runs": runs}))
     environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    environment |= {"DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, str(ROOT / "tests" / "strategy_worker.py"), str(folder / "spec.json")]
     ranks, outputs = [], []
@@ -89,7 +99,7 @@ def launch(folder, world_size, runs):
         settings = environment | {"LOCAL_RANK": str(rank), "NODE_RANK": "0"}
         ranks.append(subprocess.Popen(command, env=settings, stdout=outputs[-1], stderr=subprocess.STDOUT))
     try:
-        codes = [rank.wait(timeout=240) for rank in ranks]
+        codes = [rank.wait(timeout=900) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
@@ -99,10 +109,20 @@ def launch(folder, world_size, runs):
     return {name: [torch.load(folder / f"{name}.{rank}.pt") for rank in range(world_size)] for name in runs}
 
 
+def plain_loss(model, items):
+    """The token mean over some samples."""
+    ids = torch.stack([item["input_ids"] for item in items])
+    labels = torch.stack([item["labels"] for item in items])
+    documents = None
+    if any("document_ids" in item for item in items):
+        zeros = torch.zeros(LENGTH, dtype=torch.long)
+        documents = torch.stack([item.get("document_ids", zeros) for item in items])
+    logits = model(ids, document_ids=documents, use_cache=False).logits
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
 def one_process(run, seen):
     """The same training by plain torch, on whole samples: seen[step][micro][group] are sample numbers."""
-    from pod.data import PreparedDataset
-
     samples = PreparedDataset(run["data"])
     stock = AutoModelForCausalLM.from_pretrained(run["base"], dtype=torch.float32)
     model = pod.convert(stock, pod.LayerBlocks(run["blocks"]), sink_size=2, recent_size=5).train()
@@ -119,16 +139,7 @@ def one_process(run, seen):
         for micro in micros:
             losses = []
             for numbers in micro:
-                items = [samples[number] for number in numbers]
-                ids = torch.stack([item["input_ids"] for item in items])
-                labels = torch.stack([item["labels"] for item in items])
-                documents = None
-                if any("document_ids" in item for item in items):
-                    zeros = torch.zeros(LENGTH, dtype=torch.long)
-                    documents = torch.stack([item.get("document_ids", zeros) for item in items])
-                logits = model(ids, document_ids=documents, use_cache=False).logits
-                wanted = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-                losses.append(wanted)
+                losses.append(plain_loss(model, [samples[number] for number in numbers]))
             loss = torch.stack(losses).mean()
             (loss / len(micros)).backward()
             found["losses"].append(loss.item())
@@ -218,3 +229,150 @@ def test_four_processes_are_one(inputs, tmp_path):
     for name, run in runs.items():
         check(run, wrote[name])
         check_exchange(run, wrote[name])
+
+
+# One process: the loss, and errors
+
+
+def test_mean_of_the_ranks_losses_is_the_batchs(inputs):
+    """`PodModule.loss` on threads as ranks: labels that cross the ranks' border, and a rank without any target."""
+    module = PodModule(base=str(inputs / "kv2"), blocks=BLOCKS, sink_size=2, recent_size=5, loss_chunk=4)
+    module.configure_model()
+    ids = torch.randint(80, (2, LENGTH), generator=torch.Generator().manual_seed(5))
+    labels = ids.clone()
+    labels[:, 20:] = -100  # the last rank of three has no target
+    batch = {"input_ids": ids, "labels": labels, "document_ids": (torch.arange(LENGTH) >= 12).long().expand(2, -1)}
+    whole, count = module.loss(batch)
+    assert count == 2 * 19
+    for size in (2, 4):
+
+        def one_rank(group):
+            mine = PodModule(base=str(inputs / "kv2"), blocks=BLOCKS, sink_size=2, recent_size=5, loss_chunk=4)
+            mine._trainer = SimpleNamespace(strategy=SimpleNamespace(sequence_group=group))
+            mine.model = module.model
+            return mine.loss(batch)
+
+        with torch.no_grad():
+            results, _ = on_ranks(size, one_rank)
+        assert all(counted == count for _, counted in results)
+        torch.testing.assert_close(sum(total for total, _ in results) / size, whole.detach(), rtol=1e-6, atol=0)
+
+
+def test_heads_are_checked_before_anything_is_loaded(inputs):
+    module = PodModule(base=str(inputs / "kv2"))
+    module._trainer = SimpleNamespace(strategy=SimpleNamespace(sequence_group=SequenceGroup(3, 0, None)))
+    with pytest.raises(ValueError, match="sequence_parallel_size=3 does not fit 4 query heads and 2 KV heads"):
+        module.configure_model()
+
+
+def test_processes_that_form_no_groups():
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed")
+    with pytest.raises(ValueError, match="2 processes .* cannot form groups of sequence_parallel_size=3"):
+        lightning.Trainer(accelerator="cpu", devices=2, strategy=pod.UlyssesDeepSpeedStrategy(3), logger=False)
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        pod.UlyssesDeepSpeedStrategy(0)
+
+
+def test_deepspeed_is_missing(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install 'deepspeed>="):
+        pod.UlyssesDeepSpeedStrategy(2)
+
+
+def test_deepspeed_is_imported_when_a_strategy_is_made():
+    code = "import sys, pod.fit, pod; pod.UlyssesDeepSpeedStrategy; assert 'deepspeed' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+# The commands
+
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 80,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "initializer_range": 0.02,
+    "tie_word_embeddings": True,
+}
+
+
+def recipe_file(folder, inputs, **trainer):
+    """4 steps of 8 samples, a checkpoint every second one, from initial weights."""
+    recipe = {
+        "name": "trial",
+        "description": "A run of a test",
+        "output": str(folder / "run"),
+        "model": {"config": CONFIG, "tokenizer": "bytes", "sink_size": 2, "recent_size": 5},
+        "blocks": {"file": str(folder / "blocks.json")},
+        "data": {"path": str(inputs / "packed"), "sequence_length": LENGTH, "micro_batch_size": 2},
+        "optimizer": {"lr": 1e-3},
+        "trainer": {"max_steps": 4, "tokens_per_batch": 8 * LENGTH, "validate_every": 4, "checkpoint_every": 2}
+        | {"accelerator": "cpu", "validation_batches": 1, "keep_checkpoints": 3}
+        | trainer,
+    }
+    pod.LayerBlocks([[0, 0], [0, 1], [2, 1]]).save(folder / "blocks.json")
+    (folder / "trial.yaml").write_text(json.dumps(recipe))  # JSON is YAML
+    return folder / "trial.yaml"
+
+
+def command(module, *arguments):
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
+    line = [sys.executable, "-m", module, *map(str, arguments)]
+    return subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
+
+
+def logged(run, column, version="version_0"):
+    rows = csv.DictReader((run / "logs" / version / "metrics.csv").open())
+    return {int(row["step"]): float(row[column]) for row in rows if row.get(column)}
+
+
+@needs_deepspeed
+@pytest.mark.slow
+def test_fit_resume_and_export_with_a_shared_sequence(inputs, tmp_path):
+    path = recipe_file(tmp_path, inputs)
+    sharded = ("trainer.strategy=deepspeed", "trainer.devices=2", "trainer.sequence_parallel_size=2")
+    done = command("pod.fit", f"recipe={path}", *sharded)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("sequence_parallel_size: 2") == 1, "the first process alone prints the recipe"
+    run = tmp_path / "run"
+    steps = run / "steps"
+    assert sorted(path.name for path in steps.iterdir()) == ["step=2.ckpt", "step=4.ckpt"]
+    # The first loss is that of a model as transformers initialises it, near ln(80); as torch does, it would be far off.
+    uninterrupted = logged(run, "train_loss")
+    assert abs(uninterrupted[0] - math.log(80)) < 0.1 and sorted(uninterrupted) == [0, 1, 2, 3]
+    assert len(logged(run, "grad_norm")) == 4 and len(logged(run, "val_loss")) == 1
+
+    def resumed(*arguments):
+        return resume_from(load_recipe([f"recipe={path}", *arguments, "resume=auto"]), steps)
+
+    with pytest.raises(ValueError, match="written by 2 processes, this run has 1"):
+        resumed("trainer.strategy=deepspeed")
+    with pytest.raises(ValueError, match="sharded by DeepSpeed: use trainer.strategy=deepspeed"):
+        resumed()
+    shard = next((steps / "step=4.ckpt").glob("checkpoint/*_optim_states.pt"))
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-100])
+    assert last_checkpoint(steps).name == "step=2.ckpt", "a truncated shard is noticed"
+    shard.write_bytes(whole)
+
+    # The exported model has the loss that was validated.
+    done = command("pod.export", "--ckpt", run, "--out", tmp_path / "export")
+    assert done.returncode == 0, done.stderr[-3000:]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    assert model.config.blocks == pod.LayerBlocks.load(tmp_path / "blocks.json")
+    wanted = plain_loss(model, [PreparedDataset(inputs / "packed", "validation")[number] for number in (0, 1)])
+    assert abs(logged(run, "val_loss")[3] - wanted.item()) < 1e-5 * wanted.item()
+
+    shutil.rmtree(steps / "step=4.ckpt")
+    done = command("pod.fit", f"recipe={path}", *sharded, "resume=auto")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert f"continuing from {steps / 'step=2.ckpt'}" in done.stdout
+    again = logged(run, "train_loss", "version_1")
+    assert sorted(again) == [2, 3]
+    for step, loss in again.items():
+        assert abs(loss - uninterrupted[step]) <= 1e-6 * loss
