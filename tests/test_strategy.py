@@ -30,7 +30,7 @@ from pod.sequence_parallel import SequenceGroup
 ROOT = Path(__file__).parent.parent
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
-STEPS, CLIP, LR, MIN_LR, DECAY, BETAS, MICRO = 4, 0.05, 5e-3, 1e-3, 0.1, (0.9, 0.95), 2
+STEPS, CLIP, LR, MIN_LR, DECAY, BETAS, MICRO = 4, 0.05, 5e-4, 1e-4, 0.1, (0.9, 0.95), 2
 MODULE = {"sink_size": 2, "recent_size": 5, "lr": LR, "min_lr": MIN_LR, "weight_decay": DECAY, "max_steps": STEPS}
 BLOCKS = [[0, 0], [0, 1], [2, 1], [2, 1]]  # the two KV heads share differently
 LENGTH = 37  # odd, so no part of it is whole
