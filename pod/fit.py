@@ -192,6 +192,8 @@ def strategy(recipe: Recipe) -> Strategy | str:
         sequence_parallel_size=trainer.sequence_parallel_size,
         stage=trainer.zero_stage,
         logging_batch_size_per_gpu=recipe.data.micro_batch_size,
+        offload_optimizer=trainer.offload != "nothing",
+        offload_parameters=trainer.offload == "parameters",
     )
 
 
@@ -232,6 +234,8 @@ def fit(recipe: Recipe) -> lightning.Trainer:
         rope_theta=recipe.model.rope_theta,
         dtype=recipe.model.dtype,
         gradient_checkpointing=recipe.model.gradient_checkpointing,
+        offload_checkpoints=recipe.model.offload_checkpoints,
+        mlp_tiles=recipe.model.mlp_tiles,
         lr=recipe.optimizer.lr,
         min_lr=recipe.optimizer.min_lr,
         betas=list(recipe.optimizer.betas),

@@ -14,11 +14,15 @@ A further family takes a config class in `pod.config` and an entry in `FAMILIES`
 projections, optional q/k norm, RoPE and an output projection, and its layer is the usual pre-norm pair.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -159,7 +163,14 @@ class PodAttention:
 
 
 class PodDecoderLayer:
-    """A pre-norm decoder layer that takes the running anchors and hands them on; mixed into a family's layer."""
+    """A pre-norm decoder layer that takes the running anchors and hands them on; mixed into a family's layer.
+
+    Attributes:
+        mlp_tiles: in training, the MLP runs on so many parts of the tokens, one after the other, and each part again
+            in the backward: its inner activations take 1 / mlp_tiles of their memory.
+    """
+
+    mlp_tiles = 1
 
     def forward(
         self,
@@ -182,12 +193,24 @@ class PodDecoderLayer:
             sequence=sequence,
         )
         hidden_states = hidden_states + attended
-        hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
-        return hidden_states, *anchors
+        normed = self.post_attention_layernorm(hidden_states)
+        if self.mlp_tiles == 1 or not self.training:
+            return hidden_states + self.mlp(normed), *anchors
+        # As many tiles on every rank, whatever is in them: under ZeRO-3 each gathers the MLP's parameters.
+        tiles = normed.tensor_split(self.mlp_tiles, dim=1)
+        mapped = torch.cat([checkpoint(self.mlp, tile, use_reentrant=False) for tile in tiles], dim=1)
+        return hidden_states + mapped, *anchors
 
 
 class PodModel:
-    """The decoder stack; mixed into a family's base model."""
+    """The decoder stack; mixed into a family's base model.
+
+    Attributes:
+        offload_checkpoints: with gradient checkpointing, what is kept for each layer's recomputation (hidden states and
+            anchors) waits in the CPU's memory.
+    """
+
+    offload_checkpoints = False
 
     def become_pod(self, layer_class: type[nn.Module], attention_class: type[nn.Module]) -> None:
         """Give the family's layers, which are built already, PoD's forward.
@@ -290,17 +313,18 @@ class PodModel:
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         all_states = [inputs_embeds]
-        for layer in self.layers:
-            states = layer(
-                *states,
-                position_embeddings=position_embeddings,
-                past_key_values=past_key_values,
-                lengths=lengths,
-                document_ids=document_ids,
-                sequence=sequence,
-            )
-            if output_hidden_states:
-                all_states.append(states[0])
+        with kept_on_cpu() if checkpoints and self.offload_checkpoints else nullcontext():
+            for layer in self.layers:
+                states = layer(
+                    *states,
+                    position_embeddings=position_embeddings,
+                    past_key_values=past_key_values,
+                    lengths=lengths,
+                    document_ids=document_ids,
+                    sequence=sequence,
+                )
+                if output_hidden_states:
+                    all_states.append(states[0])
         hidden_states = self.norm(states[0])
         if past_key_values is not None:
             past_key_values.finish()
@@ -379,6 +403,35 @@ class PodForCausalLM:
             logits_to_keep=logits_to_keep,
             **kwargs,
         )
+
+
+@contextmanager
+def kept_on_cpu() -> Iterator[None]:
+    """What autograd saves inside waits in the CPU's memory, pinned where it comes from a GPU.
+
+    Unlike `torch.autograd.graph.save_on_cpu` this copies a tensor once, however often it is saved: a running anchor is
+    saved by every layer of its block.
+    """
+    copies: dict[tuple, tuple[StorageWeakRef, Tensor]] = {}
+
+    def pack(tensor: Tensor) -> tuple[torch.device, Tensor]:
+        storage = tensor.untyped_storage()
+        place = (storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor._version, tensor.dtype)
+        # A weak reference that is alive says that the address still belongs to the tensor that was copied.
+        if place not in copies or copies[place][0].expired():
+            copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+            copies[place] = StorageWeakRef(storage), copy.copy_(tensor, non_blocking=tensor.is_cuda)
+        return tensor.device, copies[place][1]
+
+    def unpack(packed: tuple[torch.device, Tensor]) -> Tensor:
+        device, copy = packed
+        return copy.to(device, non_blocking=True)
+
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+    finally:
+        copies.clear()  # from here on autograd alone keeps the copies
 
 
 def _check_cache(cache: object, training: bool) -> None:

@@ -37,6 +37,8 @@ class PodModule(lightning.LightningModule):
         rope_theta: replaces the base's RoPE base.
         dtype: of the parameters, "float32" or "bfloat16".
         gradient_checkpointing: recompute each layer in the backward.
+        offload_checkpoints: what the recomputation starts from waits in the CPU's memory.
+        mlp_tiles: parts of the tokens on which the MLP runs one after the other.
         lr, min_lr: the cosine's two ends.
         betas, weight_decay: AdamW's; norms, biases and embeddings are not decayed.
         warmup_steps, max_steps: optimiser steps.
@@ -58,6 +60,8 @@ class PodModule(lightning.LightningModule):
         rope_theta: float | None = None,
         dtype: str = "float32",
         gradient_checkpointing: bool = False,
+        offload_checkpoints: bool = False,
+        mlp_tiles: int = 1,
         lr: float = 1e-5,
         min_lr: float = 0.0,
         betas: tuple[float, float] = (0.9, 0.95),
@@ -99,6 +103,9 @@ class PodModule(lightning.LightningModule):
             self.model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         if hparams.gradient_checkpointing:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.model.model.offload_checkpoints = hparams.offload_checkpoints
+        for layer in self.model.model.layers:
+            layer.mlp_tiles = hparams.mlp_tiles
         self.model.train()
 
     @property

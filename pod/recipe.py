@@ -63,6 +63,12 @@ class Model:
     `keys` (q_l . k_a: the same memory, scores computed again)."""
     gradient_checkpointing: bool = False
     """Compute the activations of each layer again in the backward pass instead of keeping them."""
+    offload_checkpoints: bool = False
+    """With `model.gradient_checkpointing`: what each layer's activations are computed from again (its input, and the
+    anchors' queries and keys) waits in the CPU's memory, not the device's."""
+    mlp_tiles: int = 1
+    """Parts of the tokens on which each layer's MLP runs one after the other, and once more in the backward: its inner
+    activations take so much less memory."""
 
 
 @dataclass
@@ -149,6 +155,9 @@ class Trainer:
     sequence_parallel_size: int = 1
     """Processes that share a sample, each with its part of the sequence (Ulysses), with deepspeed. A divisor of the
     number of processes, of the model's query heads, and a divisor or multiple of its KV heads."""
+    offload: str = "nothing"
+    """What waits in the CPU's memory, with deepspeed: nothing, the optimizer's state, or, with `trainer.zero_stage` 3,
+    the parameters too. AdamW then runs on the CPU."""
     accelerator: str = "auto"
     """Lightning's name of the kind of device: auto, cpu, gpu, ..."""
     precision: str = "32-true"
@@ -199,6 +208,7 @@ CHOICES = {
     "model.share": ("scores", "keys"),
     "trainer.precision": ("32-true", "bf16-mixed", "bf16-true"),
     "trainer.strategy": ("auto", "ddp", "deepspeed"),
+    "trainer.offload": ("nothing", "optimizer", "parameters"),
 }
 # Of a list, every element; null is always inside.
 INTERVALS = {
@@ -206,6 +216,7 @@ INTERVALS = {
     "model.rope_theta": "(0, inf)",
     "model.sink_size": "[0, inf)",
     "model.recent_size": "[1, inf)",
+    "model.mlp_tiles": "[1, inf)",
     "blocks.kv_saving": "[0, 0.5]",
     "blocks.threshold": "[0, 1]",
     "blocks.samples": "[1, inf)",
@@ -601,6 +612,14 @@ def _check_together(recipe: Recipe) -> None:
         raise RecipeError(f"optimizer.betas must be two floats, got {optimizer.betas}")
     if optimizer.min_lr > optimizer.lr:
         raise RecipeError(f"optimizer.min_lr ({optimizer.min_lr:g}) is above optimizer.lr ({optimizer.lr:g})")
+    if model.offload_checkpoints and not model.gradient_checkpointing:
+        raise RecipeError(
+            "model.offload_checkpoints needs model.gradient_checkpointing=true: without it there are none"
+        )
+    if trainer.offload != "nothing" and trainer.strategy != "deepspeed":
+        raise RecipeError(f"trainer.offload={trainer.offload} needs trainer.strategy=deepspeed, got {trainer.strategy}")
+    if trainer.offload == "parameters" and trainer.zero_stage < 3:
+        raise RecipeError(f"trainer.offload=parameters needs trainer.zero_stage=3, got {trainer.zero_stage}")
     size, processes = trainer.sequence_parallel_size, trainer.devices * trainer.num_nodes
     if size > 1 and trainer.strategy != "deepspeed":
         raise RecipeError(

@@ -57,7 +57,7 @@ def train(run, spec):
 
     os.environ["POD_ATTENTION_BACKEND"] = run["backend"]
     recorded = Recorded()
-    strategy = pod.UlyssesDeepSpeedStrategy(run["sequence_parallel_size"], stage=run["stage"])
+    strategy = pod.UlyssesDeepSpeedStrategy(run["sequence_parallel_size"], stage=run["stage"], **run["offload"])
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=spec["world_size"],
@@ -74,7 +74,7 @@ def train(run, spec):
         enable_model_summary=False,
         callbacks=[recorded],
     )
-    module = Module(base=run["base"], blocks=run["blocks"], loss_chunk=run["loss_chunk"], **spec["module"])
+    module = Module(base=run["base"], blocks=run["blocks"], **run["module"], **spec["module"])
     data = PodDataModule(run["data"], run["length"], micro_batch_size=spec["micro_batch_size"], seed=3)
     calls, exchange = [], dist.all_to_all_single
 

@@ -365,6 +365,12 @@ def test_every_number_has_an_interval():
         ),
         ([*SHARED, "trainer.devices=4"], "trainer.sequence_parallel_size=3 does not divide the 4 processes"),
         ([*SHARED, "trainer.devices=1025", "trainer.sequence_parallel_size=1025"], "more than the tokens of a sample"),
+        (["model.offload_checkpoints=true"], "model.offload_checkpoints needs model.gradient_checkpointing=true"),
+        (["trainer.offload=optimizer"], "trainer.offload=optimizer needs trainer.strategy=deepspeed, got auto"),
+        (
+            ["trainer.offload=parameters", "trainer.zero_stage=2", "trainer.strategy=deepspeed"],
+            "trainer.offload=parameters needs trainer.zero_stage=3, got 2",
+        ),
         (["name=a/b"], "name must be letters, digits, dot, dash and underscore; got 'a/b'"),
         (["description=a\nb"], "description must be one line"),
         (["resume=atuo"], "resume must be never, auto or a checkpoint's path; got 'atuo'. Did you mean auto?"),

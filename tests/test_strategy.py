@@ -76,7 +76,8 @@ def a_run(inputs, size=1, stage=3, kv_heads=2, data="packed", accumulate=2, **ch
     blocks = BLOCKS if kv_heads == 2 else [row[1:] for row in BLOCKS]
     run = {"sequence_parallel_size": size, "stage": stage, "base": str(inputs / f"kv{kv_heads}"), "blocks": blocks}
     run |= {"data": str(inputs / data), "length": LENGTH, "accumulate": accumulate, "checkpointing": None}
-    return run | {"backend": "reference", "precision": "32-true", "loss_chunk": 7} | changes
+    run |= {"module": {"loss_chunk": 7}, "offload": {}}
+    return run | {"backend": "reference", "precision": "32-true"} | changes
 
 
 def free_port():
@@ -202,6 +203,13 @@ def test_two_processes_are_one(inputs, tmp_path):
     runs = {
         "sp2": a_run(inputs, 2, checkpointing=False),
         "sp2-one-kv-head": a_run(inputs, 2, kv_heads=1, checkpointing=True),
+        "sp2-offload": a_run(
+            inputs,
+            2,
+            checkpointing=False,
+            module={"loss_chunk": 7, "offload_checkpoints": True, "mlp_tiles": 3},
+            offload={"offload_optimizer": True, "offload_parameters": True},
+        ),
         "sp2-composed": a_run(inputs, 2, data="plain", backend="composed", accumulate=1),
         "sp2-zero2": a_run(inputs, 2, stage=2, checkpointing=True),
         "dp2": a_run(inputs),
@@ -352,7 +360,7 @@ def test_fit_resume_and_export_with_a_shared_sequence(inputs, tmp_path):
 
     with pytest.raises(ValueError, match="written by 2 processes, this run has 1"):
         resumed("trainer.strategy=deepspeed")
-    with pytest.raises(ValueError, match="sharded by DeepSpeed: use trainer.strategy=deepspeed"):
+    with pytest.raises(ValueError, match="sharded by DeepSpeed: continue with trainer.strategy=deepspeed"):
         resumed()
     shard = next((steps / "step=4.ckpt").glob("checkpoint/*_optim_states.pt"))
     whole = shard.read_bytes()
