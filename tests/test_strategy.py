@@ -1,14 +1,17 @@
 """Lightning, DeepSpeed ZeRO and Ulysses on 2 and 4 processes over gloo, against plain torch on one."""
 
+import contextlib
 import csv
 import importlib.util
 import json
 import math
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +25,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import pod
 from pod.data import PreparedDataset, SampleWriter
-from pod.fit import last_checkpoint, resume_from
+from pod.fit import last_checkpoint, resume_from, world_size_of
 from pod.module import PodModule
 from pod.recipe import load_recipe
 from pod.sequence_parallel import SequenceGroup
@@ -384,3 +387,28 @@ def test_fit_resume_and_export_with_a_shared_sequence(inputs, tmp_path):
     assert sorted(again) == [2, 3]
     for step, loss in again.items():
         assert abs(loss - uninterrupted[step]) <= 1e-6 * loss
+
+
+@needs_deepspeed
+@pytest.mark.slow
+def test_one_process_that_is_told_to_end_ends_all_with_a_checkpoint(inputs, tmp_path):
+    path = recipe_file(tmp_path, inputs, max_steps=10_000, checkpoint_every=10_000, validate_every=10_000)
+    sharded = ("trainer.strategy=deepspeed", "trainer.devices=2", "trainer.sequence_parallel_size=2")
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
+    line = [sys.executable, "-m", "pod.fit", f"recipe={path}", *sharded]
+    with open(tmp_path / "output.txt", "w+") as output:
+        options = {"stdout": output, "stderr": subprocess.STDOUT, "start_new_session": True}
+        first = subprocess.Popen(line, cwd=ROOT, env=environment, **options)
+        try:
+            metrics, deadline = tmp_path / "run" / "logs" / "version_0" / "metrics.csv", time.time() + 600
+            while first.poll() is None and time.time() < deadline and not metrics.exists():
+                time.sleep(0.1)
+            first.send_signal(signal.SIGTERM)
+            code = first.wait(timeout=300)
+            output.seek(0)
+            assert code == 128 + signal.SIGTERM, output.read()[-3000:]
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(first.pid, signal.SIGKILL)
+    checkpoint = last_checkpoint(tmp_path / "run" / "steps")
+    assert checkpoint is not None and world_size_of(checkpoint) == 2
