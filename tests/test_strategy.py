@@ -392,10 +392,12 @@ def test_fit_resume_and_export_with_a_shared_sequence(inputs, tmp_path):
 @needs_deepspeed
 @pytest.mark.slow
 def test_one_process_that_is_told_to_end_ends_all_with_a_checkpoint(inputs, tmp_path):
+    """And of two processes the first one finds the blocks for both."""
     path = recipe_file(tmp_path, inputs, max_steps=10_000, checkpoint_every=10_000, validate_every=10_000)
+    analysed = ("model.config=null", f"model.base={inputs / 'kv2'}", "blocks.file=null", "blocks.kv_saving=0.25")
     sharded = ("trainer.strategy=deepspeed", "trainer.devices=2", "trainer.sequence_parallel_size=2")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
-    line = [sys.executable, "-m", "pod.fit", f"recipe={path}", *sharded]
+    line = [sys.executable, "-m", "pod.fit", f"recipe={path}", *sharded, *analysed, "blocks.samples=4"]
     with open(tmp_path / "output.txt", "w+") as output:
         options = {"stdout": output, "stderr": subprocess.STDOUT, "start_new_session": True}
         first = subprocess.Popen(line, cwd=ROOT, env=environment, **options)
@@ -412,3 +414,7 @@ def test_one_process_that_is_told_to_end_ends_all_with_a_checkpoint(inputs, tmp_
                 os.killpg(first.pid, signal.SIGKILL)
     checkpoint = last_checkpoint(tmp_path / "run" / "steps")
     assert checkpoint is not None and world_size_of(checkpoint) == 2
+    blocks = pod.LayerBlocks.load(tmp_path / "run" / "blocks.json")
+    shards = sorted(checkpoint.glob("checkpoint/*_model_states.pt"))
+    trained = [torch.load(shard, weights_only=False)["hyper_parameters"]["blocks"] for shard in shards]
+    assert trained == [blocks.anchors.tolist()] * 2 and not blocks.is_dense
