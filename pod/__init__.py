@@ -9,7 +9,7 @@ from pod.config import PodLlamaConfig, PodQwen3Config
 from pod.model import PodLlamaForCausalLM, PodQwen3ForCausalLM, convert
 
 # These bring lightning: loaded when first used, so that `import pod` stays light.
-_LAZY = {"PodDataModule": "pod.data", "PodModule": "pod.module"}
+_LAZY = {"PodDataModule": "pod.data", "PodModule": "pod.module", "UlyssesDeepSpeedStrategy": "pod.strategy"}
 
 
 def __getattr__(name: str):
@@ -27,6 +27,7 @@ __all__ = [
     "PodModule",
     "PodQwen3Config",
     "PodQwen3ForCausalLM",
+    "UlyssesDeepSpeedStrategy",
     "convert",
     "eviction",
     "similarity",

@@ -64,10 +64,11 @@ def load_checkpoint(path: Path) -> tuple[dict, Path]:
     """Read a training checkpoint.
 
     Args:
-        path: a checkpoint file, or a run's folder, whose last whole checkpoint is taken.
+        path: a checkpoint (a file, or the directory that DeepSpeed writes), or a run's folder, whose last whole
+            checkpoint is taken. A directory's shards are unpickled: read those of your own runs alone.
 
     Returns:
-        The checkpoint's content, tensors and plain values only, and its file.
+        The checkpoint's content, and its path.
 
     Raises:
         ValueError: there is none, or it is damaged.
@@ -75,7 +76,7 @@ def load_checkpoint(path: Path) -> tuple[dict, Path]:
     from pod.fit import is_whole, last_checkpoint  # brings lightning
 
     file: Path | None = path
-    if path.is_dir():
+    if path.is_dir() and path.suffix != ".ckpt":
         file = last_checkpoint(path / "steps")
         if file is None:
             raise ValueError(
@@ -85,7 +86,25 @@ def load_checkpoint(path: Path) -> tuple[dict, Path]:
         raise ValueError(f"{path} does not exist: --ckpt takes a run's folder or a checkpoint file")
     elif not is_whole(path):
         raise ValueError(f"{path} is truncated or damaged: take an earlier checkpoint of the run")
+    if file.is_dir():
+        return consolidated(file), file
     return torch.load(file, map_location="cpu", weights_only=True, mmap=True), file
+
+
+def consolidated(directory: Path) -> dict:
+    """A checkpoint that DeepSpeed sharded, as one: its float32 weights, hyper-parameters and step.
+
+    Raises:
+        ValueError: deepspeed is not installed.
+    """
+    try:
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+    except ImportError as error:
+        raise ValueError(f"{directory} is sharded by DeepSpeed: pip install deepspeed to read it") from error
+    shard = min(directory.glob("checkpoint/*_model_states.pt"))
+    content = torch.load(shard, map_location="cpu", weights_only=False, mmap=True)
+    weights = get_fp32_state_dict_from_zero_checkpoint(str(directory))
+    return {"state_dict": weights} | {name: content[name] for name in ("hyper_parameters", "global_step")}
 
 
 def rebuild(checkpoint: dict) -> PreTrainedModel:
@@ -181,7 +200,7 @@ def export(ckpt: str | Path, out: str | Path, dtype: str | None = None, force: b
     """Write a Hugging Face directory from a training checkpoint.
 
     Args:
-        ckpt: a run's folder or a checkpoint file.
+        ckpt: a run's folder or a checkpoint.
         out: the directory to write.
         dtype: "float32", "bfloat16" or "float16"; the training dtype when None.
         force: replace `out` when it exists.
@@ -239,7 +258,7 @@ def _verify(model: PreTrainedModel, folder: Path) -> None:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m pod.export", description=__doc__.split("\n")[0])
-    parser.add_argument("--ckpt", required=True, help="a run's folder or a checkpoint file")
+    parser.add_argument("--ckpt", required=True, help="a run's folder or a checkpoint")
     parser.add_argument("--out", required=True, help="directory to write")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as trained")
     parser.add_argument("--force", action="store_true", help="replace --out when it exists")

@@ -4,12 +4,16 @@
     python -m pod.fit --help                            # every key
     python -m pod.fit recipe=llama3-32k
     python -m pod.fit recipe=tiny trainer.max_steps=20 resume=auto
+    python -m pod.fit recipe=mine trainer.strategy=deepspeed trainer.devices=2 trainer.sequence_parallel_size=2
     python -m pod.fit recipe=llama3-32k plan=true gpu=H100 utilisation=0.4    # memory, FLOPs, hours; trains nothing
 
 Analyses first when the recipe wants a saving and names no blocks file. Writes into the run's folder: `recipe.yaml`,
-`blocks.json`, `logs/` and `steps/step=N.ckpt`, `best/`.
+`blocks.json`, `logs/` and `steps/step=N.ckpt`, `best/`. With several processes the first one analyses and writes; a
+checkpoint of DeepSpeed is a directory, to which each process adds its shard.
 """
 
+import contextlib
+import json
 import signal
 import sys
 import threading
@@ -20,6 +24,8 @@ import lightning
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from pod.analyze import analyze
@@ -28,13 +34,15 @@ from pod.data import PodDataModule
 from pod.module import PodModule
 from pod.plan import show_plan
 from pod.recipe import Recipe, accumulate, main_recipe, output_folder, save, steps, warmup_steps
+from pod.strategy import COMPLETE, UlyssesDeepSpeedStrategy
 
 
-class SaveOnSigterm(Callback):
-    """When the process is told to end (a preempted job): finish the optimiser step, write a checkpoint, end.
+class SaveAtEnd(Callback):
+    """Writes the last checkpoint: where training ends, or when the process is told to end (a preempted job).
 
-    Lightning's own handler ends between two micro-batches, which would lose the gradients accumulated so far. It is in
-    place when training starts, and is replaced then.
+    Lightning's own handler of SIGTERM ends between two micro-batches, which would lose the gradients accumulated so
+    far. It is in place when training starts, and is replaced then. All processes write a checkpoint together, so they
+    agree first: one that was told to end ends all.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -49,11 +57,19 @@ class SaveOnSigterm(Callback):
         self.received = True
 
     def on_train_batch_end(self, trainer: lightning.Trainer, module: lightning.LightningModule, *batch) -> None:
-        if self.received and not trainer.fit_loop._should_accumulate():
+        if trainer.fit_loop._should_accumulate():
+            return
+        if trainer.strategy.reduce_boolean_decision(self.received, all=False):
             path = self.folder / f"step={trainer.global_step}.ckpt"
             trainer.save_checkpoint(path)
-            print(f"SIGTERM: wrote {path}; continue with resume=auto", flush=True)
+            if trainer.is_global_zero:
+                print(f"SIGTERM: wrote {path}; continue with resume=auto", flush=True)
             raise SIGTERMException
+
+    def on_train_end(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
+        path = self.folder / f"step={trainer.global_step}.ckpt"
+        if not trainer.strategy.broadcast(path.exists()):
+            trainer.save_checkpoint(path)
 
     def teardown(self, trainer: lightning.Trainer, module: lightning.LightningModule, stage: str) -> None:
         if threading.current_thread() is threading.main_thread():
@@ -61,12 +77,29 @@ class SaveOnSigterm(Callback):
 
 
 def is_whole(checkpoint: Path) -> bool:
-    """Whether a checkpoint file can be read from beginning to end (torch's files are zip archives with checksums)."""
+    """Whether a checkpoint is complete.
+
+    A file can be read from beginning to end (torch's files are zip archives with checksums); of a directory, which may
+    be very large, all processes have written their shards and each shard has its end.
+    """
+    if checkpoint.is_dir():
+        if not (checkpoint / COMPLETE).is_file():
+            return False
+        shards = list(checkpoint.glob("checkpoint/*.pt"))
+        states = [path for path in shards if path.name.endswith("_optim_states.pt")]
+        return len(states) == world_size_of(checkpoint) and all(map(zipfile.is_zipfile, shards))
     try:
         with zipfile.ZipFile(checkpoint) as archive:
             return archive.testzip() is None
     except (OSError, zipfile.BadZipFile):
         return False
+
+
+def world_size_of(checkpoint: Path) -> int | None:
+    """How many processes wrote a checkpoint directory; None for a file, which any number may read."""
+    if not checkpoint.is_dir():
+        return None
+    return json.loads((checkpoint / COMPLETE).read_text())["world_size"]
 
 
 def last_checkpoint(folder: Path) -> Path | None:
@@ -84,10 +117,10 @@ def resume_from(recipe: Recipe, folder: Path) -> Path | None:
 
     Raises:
         ValueError: the run's folder holds checkpoints and the recipe does not say whether to continue; or the named
-            checkpoint is missing or damaged.
+            checkpoint is missing or damaged, or was written by another strategy or number of processes.
     """
     if recipe.resume == "auto":
-        return last_checkpoint(folder)
+        return check_layout(last_checkpoint(folder), recipe)
     if recipe.resume == "never":
         if any(folder.glob("step=*.ckpt")):
             raise ValueError(
@@ -96,22 +129,48 @@ def resume_from(recipe: Recipe, folder: Path) -> Path | None:
             )
         return None
     path = Path(recipe.resume)
-    if not path.is_file():
-        raise ValueError(f"resume={recipe.resume}: there is no such checkpoint file")
+    if not path.exists():
+        raise ValueError(f"resume={recipe.resume}: there is no such checkpoint")
     if not is_whole(path):
-        raise ValueError(f"resume={recipe.resume}: the file is truncated or damaged; try resume=auto")
-    return path
+        raise ValueError(f"resume={recipe.resume}: the checkpoint is truncated or damaged; try resume=auto")
+    return check_layout(path, recipe)
+
+
+def check_layout(checkpoint: Path | None, recipe: Recipe) -> Path | None:
+    """The checkpoint, if this run's processes can read it.
+
+    Raises:
+        ValueError: it is sharded and the run is not, or the other way round, or over another number of processes.
+    """
+    if checkpoint is None:
+        return None
+    written, processes = world_size_of(checkpoint), recipe.trainer.devices * recipe.trainer.num_nodes
+    sharded = recipe.trainer.strategy == "deepspeed"
+    if sharded != (written is not None):
+        kind, wanted = ("a file", "auto or ddp") if sharded else ("sharded by DeepSpeed", "deepspeed")
+        raise ValueError(
+            f"{checkpoint} is {kind}: continue with trainer.strategy={wanted}, or export it and start anew"
+        )
+    if sharded and written != processes:
+        raise ValueError(
+            f"{checkpoint} was written by {written} processes, this run has {processes} (trainer.devices * "
+            f"trainer.num_nodes): continue with {written}, or export it and start anew from its weights"
+        )
+    return checkpoint
 
 
 def choose_blocks(recipe: Recipe, out: Path) -> LayerBlocks | None:
-    """The blocks to train with: the recipe's file, those of the run that is continued, or newly analysed ones."""
+    """The blocks to train with: the recipe's file, those of the run that is continued, or newly analysed ones.
+
+    Of several processes the first one analyses, and tells the others when they are connected (`PodModule.setup`).
+    """
     if recipe.blocks.file is not None:
         return LayerBlocks.load(recipe.blocks.file)
     if recipe.blocks.kv_saving == 0 and recipe.blocks.threshold is None:
         return None
     if recipe.resume != "never" and (out / "blocks.json").exists():
         return LayerBlocks.load(out / "blocks.json")
-    return analyze(recipe)
+    return analyze(recipe) if rank_zero_only.rank == 0 else None
 
 
 def loggers(recipe: Recipe, out: Path) -> list[Logger]:
@@ -126,6 +185,20 @@ def loggers(recipe: Recipe, out: Path) -> list[Logger]:
     return chosen
 
 
+def strategy(recipe: Recipe) -> Strategy | str:
+    """What `trainer.strategy` means to Lightning."""
+    trainer = recipe.trainer
+    if trainer.strategy != "deepspeed":
+        return trainer.strategy
+    return UlyssesDeepSpeedStrategy(
+        sequence_parallel_size=trainer.sequence_parallel_size,
+        stage=trainer.zero_stage,
+        logging_batch_size_per_gpu=recipe.data.micro_batch_size,
+        offload_optimizer=trainer.offload != "nothing",
+        offload_parameters=trainer.offload == "parameters",
+    )
+
+
 def fit(recipe: Recipe) -> lightning.Trainer:
     """Run a recipe.
 
@@ -138,10 +211,11 @@ def fit(recipe: Recipe) -> lightning.Trainer:
     out.mkdir(parents=True, exist_ok=True)
     lightning.seed_everything(recipe.seed, verbose=False)
     blocks = choose_blocks(recipe, out)
-    if blocks is not None:
-        blocks.save(out / "blocks.json")
-    save(recipe, out / "recipe.yaml")
-    accumulation = accumulate(recipe, recipe.trainer.devices)
+    if rank_zero_only.rank == 0:
+        if blocks is not None:
+            blocks.save(out / "blocks.json")
+        save(recipe, out / "recipe.yaml")
+    accumulation = accumulate(recipe)
     total = steps(recipe)
     data = PodDataModule(
         recipe.data.path,
@@ -156,6 +230,7 @@ def fit(recipe: Recipe) -> lightning.Trainer:
     module = PodModule(
         base=recipe.model.base,
         model_config=None if recipe.model.base is not None else dict(recipe.model.config),
+        initialization=recipe.model.initialization,
         blocks=None if blocks is None else blocks.anchors.tolist(),
         sink_size=recipe.model.sink_size,
         recent_size=recipe.model.recent_size,
@@ -163,6 +238,8 @@ def fit(recipe: Recipe) -> lightning.Trainer:
         rope_theta=recipe.model.rope_theta,
         dtype=recipe.model.dtype,
         gradient_checkpointing=recipe.model.gradient_checkpointing,
+        offload_checkpoints=recipe.model.offload_checkpoints,
+        mlp_tiles=recipe.model.mlp_tiles,
         lr=recipe.optimizer.lr,
         min_lr=recipe.optimizer.min_lr,
         betas=list(recipe.optimizer.betas),
@@ -176,6 +253,8 @@ def fit(recipe: Recipe) -> lightning.Trainer:
     trainer = lightning.Trainer(
         accelerator=recipe.trainer.accelerator,
         devices=recipe.trainer.devices,
+        num_nodes=recipe.trainer.num_nodes,
+        strategy=strategy(recipe),
         precision=recipe.trainer.precision,
         max_steps=total,
         max_epochs=-1,
@@ -198,24 +277,24 @@ def fit(recipe: Recipe) -> lightning.Trainer:
                 every_n_train_steps=recipe.trainer.checkpoint_every,
             ),
             ModelCheckpoint(out / "best", filename="{step}", monitor="val_loss", save_top_k=1),
-            SaveOnSigterm(folder),
+            SaveAtEnd(folder),
             TQDMProgressBar(),
         ],
         default_root_dir=out,
     )
-    if checkpoint is not None:
+    if checkpoint is not None and trainer.is_global_zero:
         print(f"continuing from {checkpoint}")
     # Only our own run's files are read, and they hold tensors and plain values alone.
     trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
-    if trainer.global_step >= total and not (folder / f"step={total}.ckpt").exists():
-        trainer.save_checkpoint(folder / f"step={total}.ckpt")
     return trainer
 
 
 def main(arguments: list[str]) -> int:
     if any(argument.startswith("plan=") for argument in arguments):
         return show_plan(arguments)
-    recipe = main_recipe(arguments, "pod.fit")
+    # Of several processes only the first one speaks.
+    with contextlib.redirect_stdout(sys.stdout if rank_zero_only.rank == 0 else None):
+        recipe = main_recipe(arguments, "pod.fit")
     torch.set_float32_matmul_precision("high")
     try:
         fit(recipe)

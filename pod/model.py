@@ -7,15 +7,22 @@ The running anchors travel from layer to layer as explicit positional tensors, o
 what it was given, and where no later layer reads a pair it is None. This form is exact under both kinds of gradient
 checkpointing, torch.compile and ZeRO-3. Positional it must be: checkpointing closes over keyword arguments.
 
+With a `SequenceShard`, T is the rank's part of the sequence outside attention and the whole sequence inside it, where
+H and H_kv are the rank's own heads; so the anchors travel head-sharded.
+
 A further family takes a config class in `pod.config` and an entry in `FAMILIES`, when its attention is q, k, v
 projections, optional q/k norm, RoPE and an output projection, and its layer is the usual pre-norm pair.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -36,6 +43,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3Decode
 from pod.blocks import LayerBlocks
 from pod.cache import PodCache
 from pod.config import PodLlamaConfig, PodQwen3Config, check_sizes
+from pod.sequence_parallel import SequenceShard
 from pod_kernels import shared_score_attention
 
 Anchors = tuple[Tensor | None, ...]  # (query group, key) of KV head 0, of KV head 1, ...
@@ -70,16 +78,18 @@ class PodAttention:
         past_key_values: PodCache | None = None,
         lengths: Tensor | None = None,
         document_ids: Tensor | None = None,
+        sequence: SequenceShard | None = None,
     ) -> tuple[Tensor, Anchors]:
         """One layer of attention.
 
         Args:
             hidden_states: [B, T, hidden].
-            anchors: the running anchors, 2 * H_kv entries.
+            anchors: the running anchors, 2 * H_kv entries (the rank's KV heads with `sequence`).
             position_embeddings: (cos, sin) of RoPE; None when the cache rotates.
             past_key_values: cache to write to and read from.
             lengths: [B] real tokens of left-padded rows.
             document_ids: [B, T] of packed documents.
+            sequence: the rank's part of a sequence that several ranks share; lengths and document_ids are whole.
 
         Returns:
             [B, T, hidden], and the running anchors for the next layer.
@@ -96,9 +106,14 @@ class PodAttention:
             # Under autocast the projections are half precision and the rotation of q and k is not.
             q, k = q.to(v.dtype), k.to(v.dtype)
 
+        heads = range(len(self.is_anchor))
+        if sequence is not None:
+            heads = sequence.kv_heads(len(self.is_anchor))
+            q, k, v = sequence.to_heads(q, k, v)
+
         travels = past_key_values is None or past_key_values.takes_anchors(q.shape[2])
-        q_distant, k_distant = self._distant(q, k, anchors) if travels else (None, None)
-        following = self._hand_on(q, k, anchors) if travels else anchors
+        q_distant, k_distant = self._distant(q, k, anchors, heads) if travels else (None, None)
+        following = self._hand_on(q, k, anchors, heads) if travels else anchors
         if past_key_values is None:
             if self.measure_gate and q_distant is None:
                 q_distant, k_distant = q, k  # its own scores, split where the others split theirs
@@ -120,15 +135,18 @@ class PodAttention:
                 self.gate = gate.mean()
         else:
             out = past_key_values.attend(self.layer_idx, q, k, v, q_distant, k_distant, self.scaling)
+        if sequence is not None:
+            out = sequence.to_tokens(out)
         out = out.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1)
         return self.o_proj(out), following
 
-    def _distant(self, q: Tensor, k: Tensor, anchors: Anchors) -> tuple[Tensor | None, Tensor | None]:
-        if all(self.is_anchor):
+    def _distant(self, q: Tensor, k: Tensor, anchors: Anchors, heads: range) -> tuple[Tensor | None, Tensor | None]:
+        # `heads` are the model's numbers of k's heads; everything else counts k's own.
+        if all(self.is_anchor[heads.start : heads.stop]):
             return None, None
-        groups = self.num_key_value_groups
+        groups = q.shape[1] // k.shape[1]
         queries, keys = [], []
-        for head, is_anchor in enumerate(self.is_anchor):
+        for head, is_anchor in enumerate(self.is_anchor[heads.start : heads.stop]):
             own = q[:, head * groups : (head + 1) * groups]
             takes_own = is_anchor or self.config.share == "keys"
             queries.append(own if takes_own else anchors[2 * head])
@@ -136,10 +154,11 @@ class PodAttention:
         q_distant = q if self.config.share == "keys" else torch.cat(queries, dim=1)
         return q_distant, torch.stack(keys, dim=1)
 
-    def _hand_on(self, q: Tensor, k: Tensor, anchors: Anchors) -> Anchors:
-        groups = self.num_key_value_groups
+    def _hand_on(self, q: Tensor, k: Tensor, anchors: Anchors, heads: range) -> Anchors:
+        groups = q.shape[1] // k.shape[1]
         following: list[Tensor | None] = []
-        for head, (is_anchor, goes_on) in enumerate(zip(self.is_anchor, self.goes_on, strict=True)):
+        for head, number in enumerate(heads):
+            is_anchor, goes_on = self.is_anchor[number], self.goes_on[number]
             if not goes_on:
                 following += [None, None]
             elif not is_anchor:
@@ -155,7 +174,14 @@ class PodAttention:
 
 
 class PodDecoderLayer:
-    """A pre-norm decoder layer that takes the running anchors and hands them on; mixed into a family's layer."""
+    """A pre-norm decoder layer that takes the running anchors and hands them on; mixed into a family's layer.
+
+    Attributes:
+        mlp_tiles: in training, the MLP runs on so many parts of the tokens, one after the other, and each part again
+            in the backward: its inner activations take 1 / mlp_tiles of their memory.
+    """
+
+    mlp_tiles = 1
 
     def forward(
         self,
@@ -165,6 +191,7 @@ class PodDecoderLayer:
         past_key_values: PodCache | None = None,
         lengths: Tensor | None = None,
         document_ids: Tensor | None = None,
+        sequence: SequenceShard | None = None,
     ) -> tuple[Tensor | None, ...]:
         """[B, T, hidden] and the anchors in; the same out."""
         attended, anchors = self.self_attn(
@@ -174,14 +201,27 @@ class PodDecoderLayer:
             past_key_values=past_key_values,
             lengths=lengths,
             document_ids=document_ids,
+            sequence=sequence,
         )
         hidden_states = hidden_states + attended
-        hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
-        return hidden_states, *anchors
+        normed = self.post_attention_layernorm(hidden_states)
+        if self.mlp_tiles == 1 or not self.training:
+            return hidden_states + self.mlp(normed), *anchors
+        # As many tiles on every rank, whatever is in them: under ZeRO-3 each gathers the MLP's parameters.
+        tiles = normed.tensor_split(self.mlp_tiles, dim=1)
+        mapped = torch.cat([checkpoint(self.mlp, tile, use_reentrant=False) for tile in tiles], dim=1)
+        return hidden_states + mapped, *anchors
 
 
 class PodModel:
-    """The decoder stack; mixed into a family's base model."""
+    """The decoder stack; mixed into a family's base model.
+
+    Attributes:
+        offload_checkpoints: with gradient checkpointing, what is kept for each layer's recomputation (hidden states and
+            anchors) waits in the CPU's memory.
+    """
+
+    offload_checkpoints = False
 
     def become_pod(self, layer_class: type[nn.Module], attention_class: type[nn.Module]) -> None:
         """Give the family's layers, which are built already, PoD's forward.
@@ -207,6 +247,7 @@ class PodModel:
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
         return_dict: bool | None = None,
+        sequence: SequenceShard | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast | tuple:
         """Run the decoder.
@@ -221,6 +262,9 @@ class PodModel:
             use_cache: return a cache; config.use_cache when None, never in training.
             document_ids: [B, T] int64, non-decreasing, -1 padding: packed documents, without a cache.
             output_hidden_states: also return every layer's input and the last output.
+            sequence: the part of the sequence that this rank runs, where the ranks of a group share one; without a
+                cache. All other arguments are whole sequences, the same on every rank; the hidden states that are
+                returned are the rank's part, [B, t, hidden].
 
         Raises:
             ValueError: an argument that PoD does not support, by name and with the remedy.
@@ -237,9 +281,17 @@ class PodModel:
                 f"attention_dropout={self.config.attention_dropout} is not supported: PoD never holds "
                 "the [T, T] weights it would act on. Set config.attention_dropout = 0.0 to train."
             )
+        if sequence is not None:
+            if past_key_values is not None or use_cache:
+                raise ValueError("a sequence shared by several ranks is for training without a cache: use_cache=False")
+            use_cache = False
+            if input_ids is not None:
+                input_ids = sequence.take(input_ids)
+            else:
+                inputs_embeds = sequence.take(inputs_embeds)
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
-        batch, count = inputs_embeds.shape[:2]
+        batch, count = inputs_embeds.shape[0], inputs_embeds.shape[1] if sequence is None else sequence.length
         checkpoints = self.gradient_checkpointing and self.training
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
@@ -263,6 +315,7 @@ class PodModel:
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         kwargs = {"past_key_values": past_key_values, "lengths": lengths, "document_ids": document_ids}
+        kwargs["sequence"] = sequence
         pieces = past_key_values.strides(count, mask, inputs_embeds.device) if past_key_values is not None else []
         if not pieces:
             all_states = self._run(inputs_embeds, position_ids, mask, output_hidden_states, **kwargs)
@@ -294,25 +347,33 @@ class PodModel:
         past_key_values: PodCache | None,
         lengths: Tensor | None,
         document_ids: Tensor | None,
+        sequence: SequenceShard | None,
     ) -> list[Tensor]:
         """Run all layers once: every layer's input where these are wanted, then the normed output, [B, T, hidden]."""
         if past_key_values is not None:
             past_key_values.begin(self.config, inputs_embeds, mask, self.rotary_emb)
+        kv_heads = self.config.num_key_value_heads
+        if sequence is not None:
+            position_ids = sequence.take(position_ids)
+            kv_heads = len(sequence.kv_heads(kv_heads))
         # A cache that rotates has asked for the angles it needs; asking for others would change a dynamic RoPE's state.
         rotates = past_key_values is not None and past_key_values.rotates
         position_embeddings = None if rotates else self.rotary_emb(inputs_embeds, position_ids=position_ids)
-        states: Anchors = (inputs_embeds, *([None] * (2 * self.config.num_key_value_heads)))
+        states: Anchors = (inputs_embeds, *([None] * (2 * kv_heads)))
         all_states = []
-        for layer in self.layers:
-            if output_hidden_states:
-                all_states.append(states[0])
-            states = layer(
-                *states,
-                position_embeddings=position_embeddings,
-                past_key_values=past_key_values,
-                lengths=lengths,
-                document_ids=document_ids,
-            )
+        offloads = self.gradient_checkpointing and self.training and self.offload_checkpoints
+        with kept_on_cpu() if offloads else nullcontext():
+            for layer in self.layers:
+                if output_hidden_states:
+                    all_states.append(states[0])
+                states = layer(
+                    *states,
+                    position_embeddings=position_embeddings,
+                    past_key_values=past_key_values,
+                    lengths=lengths,
+                    document_ids=document_ids,
+                    sequence=sequence,
+                )
         if past_key_values is not None:
             past_key_values.finish()
         return [*all_states, self.norm(states[0])]
@@ -371,6 +432,8 @@ class PodForCausalLM:
                 f"the model lies on several devices ({', '.join(map(str, sorted(devices, key=str)))}): anchors would "
                 "have to move between them. Load it with device_map={'': 0}, or use ZeRO-3 to train it."
             )
+        if labels is not None and kwargs.get("sequence") is not None:
+            raise ValueError("a rank has the logits of its own tokens only: leave labels out, and sum over the ranks")
         return super().forward(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -382,6 +445,35 @@ class PodForCausalLM:
             logits_to_keep=logits_to_keep,
             **kwargs,
         )
+
+
+@contextmanager
+def kept_on_cpu() -> Iterator[None]:
+    """What autograd saves inside waits in the CPU's memory, pinned where it comes from a GPU.
+
+    Unlike `torch.autograd.graph.save_on_cpu` this copies a tensor once, however often it is saved: a running anchor is
+    saved by every layer of its block.
+    """
+    copies: dict[tuple, tuple[StorageWeakRef, Tensor]] = {}
+
+    def pack(tensor: Tensor) -> tuple[torch.device, Tensor]:
+        storage = tensor.untyped_storage()
+        place = (storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor._version, tensor.dtype)
+        # A weak reference that is alive says that the address still belongs to the tensor that was copied.
+        if place not in copies or copies[place][0].expired():
+            copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+            copies[place] = StorageWeakRef(storage), copy.copy_(tensor, non_blocking=tensor.is_cuda)
+        return tensor.device, copies[place][1]
+
+    def unpack(packed: tuple[torch.device, Tensor]) -> Tensor:
+        device, copy = packed
+        return copy.to(device, non_blocking=True)
+
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+    finally:
+        copies.clear()  # from here on autograd alone keeps the copies
 
 
 def _check_cache(cache: object, training: bool) -> None:

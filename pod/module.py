@@ -12,14 +12,16 @@ from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    PreTrainedConfig,
     PreTrainedModel,
     get_cosine_with_min_lr_schedule_with_warmup,
 )
 
 from pod.blocks import LayerBlocks
-from pod.loss import chunked_cross_entropy, shifted
-from pod.model import convert
+from pod.loss import IGNORED, chunked_cross_entropy, shifted
+from pod.model import pod_config
 from pod.plan import GPUS
+from pod.sequence_parallel import SequenceGroup, SequenceShard, check_heads
 
 # Peak bf16 FLOP/s of one device; utilisation is logged where the name matches.
 PEAK_FLOPS = {name: gpu.flops for name, gpu in GPUS.items()}
@@ -31,11 +33,14 @@ class PodModule(lightning.LightningModule):
     Args:
         base: directory or hub id of the model to start from; None starts from `model_config`.
         model_config: fields of a transformers config, `model_type` among them, for a model from scratch.
+        initialization: of a model from scratch, "transformers" (`initializer_range`) or "torch" (torch's defaults).
         blocks: anchors [L][H_kv]; None is the dense model.
         sink_size, recent_size, share: see `pod.convert`.
         rope_theta: replaces the base's RoPE base.
         dtype: of the parameters, "float32" or "bfloat16".
         gradient_checkpointing: recompute each layer in the backward.
+        offload_checkpoints: what the recomputation starts from waits in the CPU's memory.
+        mlp_tiles: parts of the tokens on which the MLP runs one after the other.
         lr, min_lr: the cosine's two ends.
         betas, weight_decay: AdamW's; norms, biases and embeddings are not decayed.
         warmup_steps, max_steps: optimiser steps.
@@ -51,6 +56,7 @@ class PodModule(lightning.LightningModule):
         self,
         base: str | None = None,
         model_config: dict[str, Any] | None = None,
+        initialization: str = "transformers",
         blocks: list[list[int]] | None = None,
         sink_size: int = 16,
         recent_size: int = 4080,
@@ -58,6 +64,8 @@ class PodModule(lightning.LightningModule):
         rope_theta: float | None = None,
         dtype: str = "float32",
         gradient_checkpointing: bool = False,
+        offload_checkpoints: bool = False,
+        mlp_tiles: int = 1,
         lr: float = 1e-5,
         min_lr: float = 0.0,
         betas: tuple[float, float] = (0.9, 0.95),
@@ -86,69 +94,135 @@ class PodModule(lightning.LightningModule):
         hparams = self.hparams
         dtype = getattr(torch, hparams.dtype)
         if hparams.base is not None:
-            stock = load_stock(hparams.base, hparams.rope_theta, dtype)
+            config = stock_config(hparams.base, hparams.rope_theta)
         else:
             fields = dict(hparams.model_config)
             config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-            stock = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        layers, heads = stock.config.num_hidden_layers, stock.config.num_key_value_heads
+        layers, heads = config.num_hidden_layers, config.num_key_value_heads
+        if self.sequence_group is not None:
+            check_heads(config.num_attention_heads, heads, self.sequence_group.size)
         blocks = LayerBlocks.dense(layers, heads) if hparams.blocks is None else LayerBlocks(hparams.blocks)
-        self.model = convert(stock, blocks, hparams.sink_size, hparams.recent_size, hparams.share)
+        config = pod_config(config, blocks, hparams.sink_size, hparams.recent_size, hparams.share)
+        # Made as a PoD model at once, not converted: under ZeRO-3 the parameters are sharded while they are made.
+        if hparams.base is not None:
+            self.model = AutoModelForCausalLM.from_pretrained(hparams.base, config=config, dtype=dtype)
+        else:
+            self.model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            if hparams.initialization == "torch":
+                for module in self.model.modules():
+                    if isinstance(module, nn.Linear | nn.Embedding):
+                        module.reset_parameters()
         if hparams.gradient_checkpointing:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.model.model.offload_checkpoints = hparams.offload_checkpoints
+        for layer in self.model.model.layers:
+            layer.mlp_tiles = hparams.mlp_tiles
         self.validation_gates.extend(torchmetrics.MeanMetric() for _ in range(layers))
         self.model.train()
 
+    @property
+    def sequence_group(self) -> SequenceGroup | None:
+        """The ranks that share a sequence with this one; None when each rank has its own."""
+        return getattr(self._trainer.strategy, "sequence_group", None) if self._trainer is not None else None
+
+    def _shard(self, length: int) -> SequenceShard | None:
+        return None if self.sequence_group is None else SequenceShard(length, self.sequence_group)
+
     def hidden_states(self, batch: dict[str, Tensor]) -> Tensor:
-        """[B, T, hidden] after the last norm, of a batch with input_ids [B, T] and optionally document_ids [B, T]."""
+        """[B, T, hidden] after the last norm; the rank's part of T where ranks share the sequences.
+
+        Args:
+            batch: input_ids [B, T], optionally document_ids [B, T]; whole on every rank.
+        """
         ids = batch["input_ids"]
-        return self.model.model(ids, document_ids=batch.get("document_ids"), use_cache=False).last_hidden_state
+        output = self.model.model(
+            ids, document_ids=batch.get("document_ids"), use_cache=False, sequence=self._shard(ids.shape[1])
+        )
+        return output.last_hidden_state
+
+    def _targets(self, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """What each of the rank's positions foretells [B, t], and the number of targets of the whole batch."""
+        # Shifted before it is cut: the first label of a rank's part belongs to the last token of the part before.
+        targets = shifted(labels)
+        count = (targets != IGNORED).sum()
+        shard = self._shard(labels.shape[1])
+        return (targets if shard is None else shard.take(targets, fill=IGNORED)), count
+
+    @property
+    def _ranks(self) -> int:
+        return 1 if self.sequence_group is None else self.sequence_group.size
 
     def loss(self, batch: dict[str, Tensor], hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """Sum of the cross-entropies of a batch in nats, and the number of targets.
+
+        Where P ranks share the sequences, all of them are given the whole batch. The sum is then P times that of the
+        rank's own tokens, so that its mean over the ranks is the batch's, and the number is the batch's.
 
         Args:
             batch: input_ids [B, T], optionally labels [B, T] (-100 is ignored).
             hidden_states: [B, T, hidden], of the same batch.
         """
-        targets = shifted(batch.get("labels", batch["input_ids"]))
-        return chunked_cross_entropy(hidden_states, self.model.lm_head, targets, self.hparams.loss_chunk)
+        targets, count = self._targets(batch.get("labels", batch["input_ids"]))
+        total, _ = chunked_cross_entropy(hidden_states, self.model.lm_head, targets, self.hparams.loss_chunk)
+        return total * self._ranks, count
 
-    def answer_logits(self, batch: dict[str, Tensor], hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [n, vocab] that foretell the batch's marked answers (answers [B, T] bool), and their ids [n]."""
-        marked = batch["answers"][:, 1:]
-        return self.model.lm_head(hidden_states[:, :-1][marked]), batch["input_ids"][:, 1:][marked]
+    def answers(self, batch: dict[str, Tensor], hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The batch's marked answers, answers [B, T] bool.
+
+        Returns:
+            Logits [n, vocab] that foretell the rank's own ones, their ids [n], and the number of all.
+        """
+        targets, count = self._targets(batch["input_ids"].masked_fill(~batch["answers"], IGNORED))
+        marked = targets != IGNORED
+        return self.model.lm_head(hidden_states[marked]), targets[marked], count
 
     def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
         hidden_states = self.hidden_states(batch)
         total, count = self.loss(batch, hidden_states)
         loss = total / count.clamp(min=1)
         self._tokens += batch["input_ids"].numel()
-        self.log("train_loss", loss.detach(), prog_bar=True)
+        self.log("train_loss", loss.detach(), prog_bar=True, sync_dist=True)
         if self.hparams.answer_weight and "answers" in batch:
-            logits, ids = self.answer_logits(batch, hidden_states)
-            answer_loss = nn.functional.cross_entropy(logits.float(), ids, reduction="sum") / max(1, len(ids))
-            self.log("train_answer_loss", answer_loss.detach())
+            logits, ids, count = self.answers(batch, hidden_states)
+            answer_loss = nn.functional.cross_entropy(logits.float(), ids, reduction="sum")
+            answer_loss = answer_loss * self._ranks / count.clamp(min=1)
+            self.log("train_answer_loss", answer_loss.detach(), sync_dist=True)
             loss = loss + self.hparams.answer_weight * answer_loss
         return loss
 
+    def setup(self, stage: str) -> None:
+        # The first process may have analysed the model while the others waited.
+        if self.trainer.world_size > 1:
+            self.hparams.blocks = self.trainer.strategy.broadcast(self.hparams.blocks)
+
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         # One line a step: gradient norm before clipping, learning rate, speed.
+        if self.trainer.fit_loop._should_accumulate():
+            return  # DeepSpeed is asked to step after every micro-batch
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
         seconds = time.perf_counter() - self._clock
-        values = {"lr": optimizer.param_groups[0]["lr"], "tokens_per_second": self._tokens / max(seconds, 1e-9)}
+        groups = (self.trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
+        tokens = groups * self._tokens  # of all processes
+        values = {"lr": optimizer.param_groups[0]["lr"], "tokens_per_second": tokens / max(seconds, 1e-9)}
         if gradients:
             values["grad_norm"] = nn.utils.get_total_norm(gradients)
         peak = self._peak_flops()
         if peak:
-            values["flops_utilisation"] = values["tokens_per_second"] * self.flops_per_token() / peak
+            flops = values["tokens_per_second"] * self.flops_per_token()
+            values["flops_utilisation"] = flops / (peak * self.trainer.world_size)
         self.log_dict(values, prog_bar=False)
         self.log("tok/s", float(values["tokens_per_second"]), prog_bar=True, logger=False)
         self._clock, self._tokens = time.perf_counter(), 0
 
+    def on_train_batch_end(self, outputs: Any, batch: dict[str, Tensor], index: int) -> None:
+        # DeepSpeed keeps the gradients to itself, and knows their norm when the step is done.
+        norm = getattr(self.trainer.strategy, "global_grad_norm", None)
+        if norm is not None and not self.trainer.fit_loop._should_accumulate():
+            self.log("grad_norm", norm())
+
     def flops_per_token(self) -> float:
         """Floating-point operations of forward and backward per token, attention left out: 6 per parameter."""
-        return 6.0 * sum(p.numel() for p in self.parameters())
+        return 6.0 * sum(math.prod(_shape(p)) for p in self.parameters())
 
     def _peak_flops(self) -> float | None:
         if self.device.type != "cuda":
@@ -170,9 +244,10 @@ class PodModule(lightning.LightningModule):
         total, count = self.loss(batch, hidden_states)
         self.validation_loss.update(total / count.clamp(min=1), weight=count)
         if "answers" in batch:
-            logits, ids = self.answer_logits(batch, hidden_states)
-            if len(ids):
-                self.validation_answers.update((logits.argmax(dim=-1) == ids).float())
+            logits, ids, _ = self.answers(batch, hidden_states)
+            right = (logits.argmax(dim=-1) == ids).sum()
+            # Every rank updates, also without an answer of its own: what is computed in the end is computed by all.
+            self.validation_answers.update(right / max(1, len(ids)), weight=len(ids))
 
     def on_validation_epoch_end(self) -> None:
         loss = self.validation_loss.compute()
@@ -197,7 +272,7 @@ class PodModule(lightning.LightningModule):
         decayed, others = [], []
         for module in self.model.modules():
             for name, parameter in module.named_parameters(recurse=False):
-                matrix = parameter.dim() > 1 and not isinstance(module, nn.Embedding) and name == "weight"
+                matrix = len(_shape(parameter)) > 1 and not isinstance(module, nn.Embedding) and name == "weight"
                 (decayed if matrix else others).append(parameter)
         # A head tied to the embedding is one parameter: it is met first as an embedding and stays undecayed.
         undecayed = {id(parameter) for parameter in others}
@@ -220,11 +295,16 @@ class PodModule(lightning.LightningModule):
             torch.set_rng_state(checkpoint["rng_state"].cpu())
 
 
-def load_stock(base: str, rope_theta: float | None, dtype: torch.dtype) -> PreTrainedModel:
-    """The model at `base`, with another RoPE base when wanted.
+def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    """The whole parameter's shape: under ZeRO-3 it is empty on each rank, and the shape stands beside it."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def stock_config(base: str, rope_theta: float | None) -> PreTrainedConfig:
+    """The config of the model at `base`, with another RoPE base when wanted.
 
     Raises:
-        ValueError: nothing can be loaded from there.
+        ValueError: there is no config.
     """
     try:
         config = AutoConfig.from_pretrained(base)
@@ -233,4 +313,13 @@ def load_stock(base: str, rope_theta: float | None, dtype: torch.dtype) -> PreTr
         raise ValueError(f"no model at {base!r}: it is no {kind} with a config.json ({error})") from error
     if rope_theta is not None:
         config.rope_parameters = {**config.rope_parameters, "rope_theta": float(rope_theta)}
-    return AutoModelForCausalLM.from_pretrained(base, config=config, dtype=dtype)
+    return config
+
+
+def load_stock(base: str, rope_theta: float | None, dtype: torch.dtype) -> PreTrainedModel:
+    """The model at `base`, with another RoPE base when wanted.
+
+    Raises:
+        ValueError: nothing can be loaded from there.
+    """
+    return AutoModelForCausalLM.from_pretrained(base, config=stock_config(base, rope_theta), dtype=dtype)

@@ -612,7 +612,21 @@ def show_plan(arguments: Sequence[str]) -> int:
             raise RecipeError(f"utilisation={given['utilisation']}: wanted a number") from None
         own = ("plan=", "gpu=", "utilisation=")
         recipe = load_recipe([argument for argument in arguments if not argument.startswith(own)])
-        plan = make_plan(recipe, gpu=given.get("gpu", "H100"), utilisation=utilisation)
+        trainer = recipe.trainer
+        if trainer.strategy == "deepspeed" and trainer.zero_stage != 3:
+            raise RecipeError(f"trainer.zero_stage={trainer.zero_stage}: the plan knows ZeRO-3 only")
+        plan = make_plan(
+            recipe,
+            gpu=given.get("gpu", "H100"),
+            utilisation=utilisation,
+            strategy=trainer.strategy,
+            num_nodes=trainer.num_nodes,
+            sequence_parallel_size=trainer.sequence_parallel_size,
+            tiled_mlp=recipe.model.mlp_tiles > 1,
+            offload_checkpoints=recipe.model.offload_checkpoints,
+            offload_optimizer=trainer.offload != "nothing",
+            offload_parameters=trainer.offload == "parameters",
+        )
     except (RecipeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

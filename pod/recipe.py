@@ -47,6 +47,9 @@ class Model:
     config: dict[str, Any] | None = None
     """The fields of a Hugging Face config, `model_type` among them, of a model trained from scratch. Any field may be
     set from the command line: model.config.hidden_size=64."""
+    initialization: str = "transformers"
+    """How a model from scratch is drawn: `transformers` (normal, `initializer_range`), or `torch` (its defaults, whose
+    embeddings of unit variance stay visible through a deep and narrow stack; for untied heads, without DeepSpeed)."""
     rope_theta: float | None = None
     """The base of the rotary position embedding, raised for longer contexts. null: that of the model."""
     tokenizer: str | None = None
@@ -63,6 +66,12 @@ class Model:
     `keys` (q_l . k_a: the same memory, scores computed again)."""
     gradient_checkpointing: bool = False
     """Compute the activations of each layer again in the backward pass instead of keeping them."""
+    offload_checkpoints: bool = False
+    """With `model.gradient_checkpointing`: what each layer's activations are computed from again (its input, and the
+    anchors' queries and keys) waits in the CPU's memory, not the device's."""
+    mlp_tiles: int = 1
+    """Parts of the tokens on which each layer's MLP runs one after the other, and once more in the backward: its inner
+    activations take so much less memory."""
 
 
 @dataclass
@@ -136,10 +145,25 @@ class Trainer:
     max_tokens: int | None = None
     """Tokens to train on, rounded up to whole optimiser steps."""
     tokens_per_batch: int = MISSING
-    """Tokens of one optimiser step over all processes. A multiple of micro_batch_size * sequence_length * processes:
-    the rest is made up by accumulating gradients."""
+    """Tokens of one optimiser step over all processes. A multiple of micro_batch_size * sequence_length * processes
+    that read samples of their own (devices * num_nodes / sequence_parallel_size): the rest is made up by accumulating
+    gradients."""
     devices: int = 1
     """Processes of one machine, each with its device."""
+    num_nodes: int = 1
+    """Machines, each with so many devices."""
+    strategy: str = "auto"
+    """How processes work together. auto: alone, or as ddp where there are several; ddp: each holds the whole model;
+    deepspeed: ZeRO shards the model over all of them, also with `trainer.sequence_parallel_size`."""
+    zero_stage: int = 3
+    """What ZeRO shards over the processes, with deepspeed: 1 the optimiser's state, 2 also the gradients, 3 also the
+    parameters."""
+    sequence_parallel_size: int = 1
+    """Processes that share a sample, each with its part of the sequence (Ulysses), with deepspeed. A divisor of the
+    number of processes, of the model's query heads, and a divisor or multiple of its KV heads."""
+    offload: str = "nothing"
+    """What waits in the CPU's memory, with deepspeed: nothing, the optimizer's state, or, with `trainer.zero_stage` 3,
+    the parameters too. AdamW then runs on the CPU."""
     accelerator: str = "auto"
     """Lightning's name of the kind of device: auto, cpu, gpu, ..."""
     precision: str = "32-true"
@@ -190,8 +214,11 @@ class Recipe:
 CHOICES = {
     "logger": ("csv", "wandb", "tensorboard"),
     "model.dtype": ("float32", "bfloat16"),
+    "model.initialization": ("transformers", "torch"),
     "model.share": ("scores", "keys"),
     "trainer.precision": ("32-true", "bf16-mixed", "bf16-true"),
+    "trainer.strategy": ("auto", "ddp", "deepspeed"),
+    "trainer.offload": ("nothing", "optimizer", "parameters"),
 }
 # Of a list, every element; null is always inside.
 INTERVALS = {
@@ -199,6 +226,7 @@ INTERVALS = {
     "model.rope_theta": "(0, inf)",
     "model.sink_size": "[0, inf)",
     "model.recent_size": "[1, inf)",
+    "model.mlp_tiles": "[1, inf)",
     "blocks.kv_saving": "[0, 0.5]",
     "blocks.threshold": "[0, 1]",
     "blocks.samples": "[1, inf)",
@@ -218,6 +246,9 @@ INTERVALS = {
     "trainer.max_tokens": "[1, inf)",
     "trainer.tokens_per_batch": "[1, inf)",
     "trainer.devices": "[1, inf)",
+    "trainer.num_nodes": "[1, inf)",
+    "trainer.zero_stage": "[1, 3]",
+    "trainer.sequence_parallel_size": "[1, inf)",
     "trainer.validate_every": "[1, inf)",
     "trainer.validation_batches": "[1, inf)",
     "trainer.checkpoint_every": "[1, inf)",
@@ -253,15 +284,22 @@ def warmup_steps(recipe: Recipe) -> int:
     return recipe.optimizer.warmup_steps or 0
 
 
-def accumulate(recipe: Recipe, num_processes: int = 1) -> int:
+def data_parallel_size(recipe: Recipe) -> int:
+    """Processes that each read samples of their own; those that share a sample count as one."""
+    return recipe.trainer.devices * recipe.trainer.num_nodes // recipe.trainer.sequence_parallel_size
+
+
+def accumulate(recipe: Recipe, num_processes: int | None = None) -> int:
     """Forward and backward passes of each process in one optimiser step.
 
     Args:
-        num_processes: processes that each read samples of their own (those that share a sample count as one).
+        num_processes: processes that each read samples of their own; None: the recipe's `data_parallel_size`.
 
     Raises:
         RecipeError: `trainer.tokens_per_batch` is not a multiple of the tokens of one pass of all processes.
     """
+    if num_processes is None:
+        num_processes = data_parallel_size(recipe)
     micro, length = recipe.data.micro_batch_size, recipe.data.sequence_length
     wanted, one_pass = recipe.trainer.tokens_per_batch, micro * length * num_processes
     if wanted % one_pass:
@@ -580,6 +618,17 @@ def _check_together(recipe: Recipe) -> None:
         )
     if model.config is not None and not isinstance(model.config.get("model_type"), str):
         raise RecipeError("model.config.model_type is required: the family's name, such as llama or qwen3")
+    if model.initialization == "torch" and model.config is not None:
+        if model.config.get("tie_word_embeddings"):
+            raise RecipeError(
+                "model.initialization=torch draws embeddings of unit variance, which as a head give logits far too "
+                "large: set model.config.tie_word_embeddings=false"
+            )
+        if trainer.strategy == "deepspeed":
+            raise RecipeError(
+                "model.initialization=torch cannot draw weights that trainer.strategy=deepspeed shards while they are "
+                "made: set model.initialization=transformers"
+            )
     if model.config is not None and model.tokenizer is None:
         raise RecipeError("model.tokenizer is required with model.config: a path, a hub id, or bytes")
     if (trainer.max_steps is None) == (trainer.max_tokens is None):
@@ -593,6 +642,29 @@ def _check_together(recipe: Recipe) -> None:
         raise RecipeError(f"optimizer.betas must be two floats, got {optimizer.betas}")
     if optimizer.min_lr > optimizer.lr:
         raise RecipeError(f"optimizer.min_lr ({optimizer.min_lr:g}) is above optimizer.lr ({optimizer.lr:g})")
+    if model.offload_checkpoints and not model.gradient_checkpointing:
+        raise RecipeError(
+            "model.offload_checkpoints needs model.gradient_checkpointing=true: without it there are none"
+        )
+    if trainer.offload != "nothing" and trainer.strategy != "deepspeed":
+        raise RecipeError(f"trainer.offload={trainer.offload} needs trainer.strategy=deepspeed, got {trainer.strategy}")
+    if trainer.offload == "parameters" and trainer.zero_stage < 3:
+        raise RecipeError(f"trainer.offload=parameters needs trainer.zero_stage=3, got {trainer.zero_stage}")
+    size, processes = trainer.sequence_parallel_size, trainer.devices * trainer.num_nodes
+    if size > 1 and trainer.strategy != "deepspeed":
+        raise RecipeError(
+            f"trainer.sequence_parallel_size={size} needs trainer.strategy=deepspeed, got {trainer.strategy!r}"
+        )
+    if processes % size:
+        raise RecipeError(
+            f"trainer.sequence_parallel_size={size} does not divide the {processes} processes (trainer.devices "
+            f"{trainer.devices} * trainer.num_nodes {trainer.num_nodes})"
+        )
+    if recipe.data.sequence_length < size:
+        raise RecipeError(
+            f"trainer.sequence_parallel_size={size} is more than the tokens of a sample, data.sequence_length="
+            f"{recipe.data.sequence_length}"
+        )
     shares = recipe.blocks.file is not None or recipe.blocks.threshold is not None or recipe.blocks.kv_saving > 0
     if shares and model.sink_size + model.recent_size >= recipe.data.sequence_length:
         raise RecipeError(

@@ -149,6 +149,18 @@ def test_truncated_checkpoint_is_named_and_the_one_before_taken(trained, tmp_pat
     assert not is_whole(tmp_path / "step=10.ckpt")
 
 
+def test_torchs_initialization_has_embeddings_of_unit_variance():
+    torch.manual_seed(0)
+    module = PodModule(model_config=CONFIG | {"tie_word_embeddings": False}, initialization="torch")
+    module.configure_model()
+    weights = dict(module.model.named_parameters())
+    assert 0.9 < float(weights["model.embed_tokens.weight"].std()) < 1.1
+    bound = 32**-0.5
+    for name in ("lm_head.weight", "model.layers.2.self_attn.q_proj.weight"):
+        assert bound * 0.9 < float(weights[name].abs().max()) <= bound
+    assert bool((weights["model.norm.weight"] == 1).all())
+
+
 @pytest.mark.slow
 def test_killed_and_resumed_run_has_the_losses_of_an_uninterrupted_one(trained, prepared, tmp_path):
     path = recipe_file(tmp_path, prepared)

@@ -55,7 +55,8 @@ def measured(config, anchors, checkpointing, batch=2, length=128, dtype="float32
     ids = torch.randint(0, config["vocab_size"], (batch, length))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            total, count = module.loss({"input_ids": ids})
+            batch = {"input_ids": ids}
+            total, count = module.loss(batch, module.hidden_states(batch))
     kept = storages(saved.values())
     (total / count).backward()
     optimizer = module.configure_optimizers()["optimizer"]
@@ -319,7 +320,7 @@ assert used.ru_maxrss < 2**20, used  # KiB: no weights
 
 OFFLOAD = {"strategy": "deepspeed", "offload_optimizer": True, "offload_checkpoints": True, "tiled_mlp": True}
 ALL = {**OFFLOAD, "offload_parameters": True}
-ONE = ["trainer.devices=1"]
+ONE = ["trainer.devices=1", "trainer.sequence_parallel_size=1"]
 HALF_MILLION = [*ONE, "data.sequence_length=500000", "trainer.tokens_per_batch=500000", "trainer.max_tokens=500000"]
 DENSE = ["blocks.kv_saving=0"]
 EXAMPLES = [

@@ -20,6 +20,7 @@ from pod.recipe import (
     MISSING,
     RecipeError,
     accumulate,
+    data_parallel_size,
     help_text,
     load_recipe,
     main_recipe,
@@ -35,6 +36,7 @@ from pod.recipe import (
 
 FOLDER = Path(__file__).resolve().parent.parent / "recipes"
 SHIPPED = ["llama3-32k", "llama3-32k-dense", "llama31-128k", "tiny", "tiny-base"]
+SHARED = ["trainer.strategy=deepspeed", "trainer.sequence_parallel_size=3"]
 
 
 @pytest.fixture(autouse=True)
@@ -231,6 +233,14 @@ def test_folder_of_the_working_directory_when_there_is_no_repository(tmp_path, m
     assert load_recipe(["recipe=here"]).name == "tiny"
 
 
+def test_torchs_initialization_is_for_untied_heads_on_whole_weights():
+    assert load_recipe(["recipe=tiny-base"]).model.initialization == "torch"
+    tied = refused("model.config.tie_word_embeddings=true", recipe="tiny-base")
+    assert tied.endswith("set model.config.tie_word_embeddings=false")
+    sharded = refused("trainer.strategy=deepspeed", recipe="tiny-base")
+    assert sharded.endswith("set model.initialization=transformers")
+
+
 # Saving
 
 
@@ -358,6 +368,18 @@ def test_every_number_has_an_interval():
         (["optimizer.betas=[0.9]"], "optimizer.betas must be two floats, got [0.9]"),
         (["optimizer.min_lr=1"], "optimizer.min_lr (1) is above optimizer.lr (0.001)"),
         (["model.recent_size=1020"], "no token is distant: model.sink_size (4) + model.recent_size (1020) cover"),
+        (
+            ["trainer.sequence_parallel_size=2"],
+            "sequence_parallel_size=2 needs trainer.strategy=deepspeed, got",
+        ),
+        ([*SHARED, "trainer.devices=4"], "trainer.sequence_parallel_size=3 does not divide the 4 processes"),
+        ([*SHARED, "trainer.devices=1025", "trainer.sequence_parallel_size=1025"], "more than the tokens of a sample"),
+        (["model.offload_checkpoints=true"], "model.offload_checkpoints needs model.gradient_checkpointing=true"),
+        (["trainer.offload=optimizer"], "trainer.offload=optimizer needs trainer.strategy=deepspeed, got auto"),
+        (
+            ["trainer.offload=parameters", "trainer.zero_stage=2", "trainer.strategy=deepspeed"],
+            "trainer.offload=parameters needs trainer.zero_stage=3, got 2",
+        ),
         (["name=a/b"], "name must be letters, digits, dot, dash and underscore; got 'a/b'"),
         (["description=a\nb"], "description must be one line"),
         (["resume=atuo"], "resume must be never, auto or a checkpoint's path; got 'atuo'. Did you mean auto?"),
@@ -387,6 +409,16 @@ def test_batch_that_does_not_divide_names_the_numbers():
     with pytest.raises(RecipeError, match=r"8192 is not a multiple of 16384 .* processes \(2\); the closest is 16384$"):
         accumulate(tiny(), 2)
     assert accumulate(tiny("data.micro_batch_size=1"), 2) == 4
+
+
+def test_processes_that_share_a_sample_count_as_one():
+    recipe = tiny(*SHARED, "trainer.devices=6", "trainer.num_nodes=2", "data.micro_batch_size=2")
+    assert data_parallel_size(recipe) == 4 and accumulate(recipe) == 1
+    for name, groups in (("llama3-32k-dense", 4), ("llama3-32k", 4), ("llama31-128k", 1)):
+        recipe = load_recipe([f"recipe={name}"])
+        assert recipe.trainer.strategy == "deepspeed" and data_parallel_size(recipe) == groups
+        assert recipe.data.sequence_length // recipe.trainer.sequence_parallel_size == 16384
+        assert accumulate(recipe) * groups * recipe.data.sequence_length == recipe.trainer.tokens_per_batch
 
 
 @pytest.mark.parametrize("key", [key for key, entry in schema().items() if entry.default == MISSING])

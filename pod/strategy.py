@@ -1,0 +1,237 @@
+"""`UlyssesDeepSpeedStrategy`: Lightning's DeepSpeed strategy with sequence parallelism, on CPUs (gloo) and GPUs (NCCL).
+
+    trainer = lightning.Trainer(devices=8, strategy=pod.UlyssesDeepSpeedStrategy(sequence_parallel_size=4, stage=3))
+
+ZeRO shards over all processes; consecutive ones form sequence-parallel groups. deepspeed is imported only when a
+strategy is made.
+"""
+
+import atexit
+import gc
+import importlib.util
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.strategies.deepspeed import remove_module_hooks
+from torch import Tensor, nn
+
+from pod.model import PodAttention, PodDecoderLayer
+from pod.sequence_parallel import SequenceGroup
+
+COMPLETE = "complete.json"  # in a checkpoint's directory: all shards are written, and by how many processes
+
+
+class UlyssesDeepSpeedStrategy(DeepSpeedStrategy):
+    """DeepSpeed ZeRO whose ranks share sequences in groups of `sequence_parallel_size`.
+
+    Ranks 0 .. P-1 are the first group, P .. 2P-1 the second, and so on: a group should fit into one machine. All ranks
+    of a group read the same sample (`distributed_sampler_kwargs` count groups), and each runs its part of it.
+
+    The loss is the token mean inside a group, then the mean over groups and micro-batches. A rank knows only its own
+    tokens' part of the sum, and DeepSpeed averages gradients over all ranks, P of which make one group; so a rank's
+    loss must be
+
+        P * (sum of its own tokens' losses) / (number of targets in the group's micro-batch)
+
+    which `PodModule` computes. This is exact on every ZeRO stage because DeepSpeed is told nothing of the groups: with
+    an `mpu` the right factor would depend on stage and `reduce_scatter`. Accumulation divides once (by Lightning).
+
+    Args:
+        sequence_parallel_size: P, ranks that share a sequence; 1 is plain data parallelism.
+        stage: of ZeRO: 1 shards the optimiser's state, 2 the gradients too, 3 the parameters too.
+        logging_batch_size_per_gpu: samples of a micro-batch, for DeepSpeed's own throughput log alone.
+        timeout: how long a collective may wait. Where a launcher starts all processes at once, the others wait here
+            for what the first one does alone (the analysis that finds the blocks).
+        **settings: further arguments of Lightning's `DeepSpeedStrategy`.
+
+    Attributes:
+        sequence_group: this rank's group, None when P is 1; there as soon as processes are connected, which is before
+            `configure_model`.
+
+    Raises:
+        ValueError: deepspeed is not installed, P < 1, or the processes are no multiple of P (when the Trainer is made).
+    """
+
+    def __init__(
+        self,
+        sequence_parallel_size: int = 1,
+        stage: int = 3,
+        logging_batch_size_per_gpu: int = 1,
+        timeout: timedelta = timedelta(hours=2),
+        **settings: Any,
+    ) -> None:
+        if importlib.util.find_spec("deepspeed") is None:
+            raise ValueError("strategy deepspeed needs the package deepspeed: pip install 'deepspeed>=0.18.2'")
+        if sequence_parallel_size < 1:
+            raise ValueError(f"sequence_parallel_size must be at least 1, got {sequence_parallel_size}")
+        super().__init__(
+            stage=stage, logging_batch_size_per_gpu=logging_batch_size_per_gpu, timeout=timeout, **settings
+        )
+        # AdamW is torch's, also offloaded: DeepSpeed's own has to be compiled first.
+        self.config.setdefault("zero_force_ds_cpu_optimizer", False)
+        self.sequence_parallel_size = sequence_parallel_size
+        self.sequence_group: SequenceGroup | None = None
+        self._hf_config: Any = None
+
+    @property
+    def _on_cpu(self) -> bool:
+        return isinstance(self.accelerator, CPUAccelerator)
+
+    def _configure_launcher(self) -> None:
+        # Called when the Trainer is made: before any other process is started.
+        count = self.num_nodes * self.num_processes
+        if count % self.sequence_parallel_size:
+            raise ValueError(
+                f"{count} processes ({self.num_nodes} machines x {self.num_processes} devices) cannot form groups of "
+                f"sequence_parallel_size={self.sequence_parallel_size}: the processes must be a multiple of it"
+            )
+        super()._configure_launcher()
+
+    # Connecting the processes. Lightning allows DeepSpeed on CUDA alone; on a CPU we take its steps without its checks.
+
+    def setup_environment(self) -> None:
+        if self._on_cpu:
+            super(DeepSpeedStrategy, self).setup_environment()
+        else:
+            super().setup_environment()
+
+    def setup_distributed(self) -> None:
+        if self._on_cpu:
+            reset_seed()
+            self.set_world_ranks()
+            self._init_deepspeed_distributed()
+        else:
+            super().setup_distributed()
+
+    def _init_deepspeed_distributed(self) -> None:
+        if self._on_cpu:
+            import deepspeed
+
+            # Shared-memory collectives would be compiled now, for half a minute, and need a compiler.
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        super()._init_deepspeed_distributed()
+        atexit.unregister(_disconnect)
+        atexit.register(_disconnect)
+        size = self.sequence_parallel_size
+        if size > 1:
+            # Every process takes part in making every group.
+            firsts = range(0, self.world_size, size)
+            groups = [dist.new_group(list(range(first, first + size)), timeout=self._timeout) for first in firsts]
+            self.sequence_group = SequenceGroup(size, self.global_rank % size, groups[self.global_rank // size])
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """Samplers share the samples out among groups, not among ranks."""
+        size = self.sequence_parallel_size
+        return {"num_replicas": self.world_size // size, "rank": self.global_rank // size}
+
+    # The model
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Around `configure_model`: under ZeRO-3, transformers' from_pretrained and from_config load and build sharded.
+
+        Not inside `deepspeed.zero.Init`, as Lightning has it: a transformers model that is made by its class alone
+        would then silently keep the initial weights of its torch layers.
+        """
+        from transformers.integrations import HfDeepSpeedConfig
+
+        self._init_config_if_needed()
+        self._hf_config = HfDeepSpeedConfig(self.config)  # transformers keeps a weak reference
+        yield
+
+    def _setup_model_and_optimizer(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, lr_scheduler: Any = None
+    ) -> tuple[Any, Any]:
+        for part in model.modules():
+            if isinstance(part, PodDecoderLayer | PodAttention):
+                part.pre_bwd_fn = _Unhooked
+        if not self._on_cpu:
+            return super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
+        return self._initialize(
+            self.config,
+            model,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            model_parameters=[parameter for parameter in model.parameters() if parameter.requires_grad],
+        )
+
+    def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
+        if not self._on_cpu:
+            super()._initialize_deepspeed_inference(model)
+            return
+        wanted = ["bf16", "fp16"]
+        if self.zero_stage_3:
+            wanted += ["zero_allow_untested_optimizer", "zero_optimization"]
+        config = {"train_micro_batch_size_per_gpu": 1} | {key: self.config[key] for key in wanted if key in self.config}
+        remove_module_hooks(model)
+        self.model, _ = self._initialize(config, model, model_parameters=[])
+
+    @staticmethod
+    def _initialize(config: dict[str, Any], model: nn.Module, **arguments: Any) -> tuple[Any, Any]:
+        import deepspeed
+
+        # Without `args`: Lightning would hand over the device's index there, and a CPU has none.
+        engine, optimizer, _, _ = deepspeed.initialize(
+            config=config, model=model, dist_init_required=False, **arguments
+        )
+        return engine, optimizer
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        # Lightning has divided the loss by the number of accumulated micro-batches already.
+        return super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
+
+    def global_grad_norm(self) -> float | None:
+        """The norm of the whole gradient of the last optimiser step, before clipping."""
+        norm = self.deepspeed_engine.get_global_grad_norm()
+        return None if norm is None else float(norm)
+
+    def save_checkpoint(self, checkpoint: dict, filepath: str | Path, storage_options: Any = None) -> None:
+        """Each process writes its shard into the directory `filepath`; when all have, `complete.json` is added."""
+        filepath = Path(self.broadcast(filepath))
+        if self.is_global_zero:
+            (filepath / COMPLETE).unlink(missing_ok=True)
+        super().save_checkpoint(checkpoint, filepath, storage_options)  # ends with a barrier
+        if self.is_global_zero:
+            (filepath / COMPLETE).write_text(json.dumps({"world_size": self.world_size}))
+
+    def teardown(self) -> None:
+        # The engine's hooks and cycles go first: what is left of them when the processes disconnect may abort them.
+        engine, self._hf_config, self.sequence_group = self.model, None, None
+        super().teardown()
+        self.optimizers, self.lr_scheduler_configs = [], []
+        if engine is not None and not isinstance(engine, lightning.LightningModule):
+            engine.destroy()
+        self.model = self.lightning_module
+        del engine
+        gc.collect()
+
+
+class _Unhooked:
+    """In the place of the autograd function that ZeRO-3 puts behind each output of a module (`module.pre_bwd_fn`).
+
+    It gathers the module's own parameters before its backward and notes the module in a trace that must be the same on
+    all ranks. A layer's outputs are the hidden states and the running anchors, of which a rank has as many as its heads
+    need; but layers and attention have no parameters of their own, so nothing need be gathered or noted.
+    """
+
+    @staticmethod
+    def apply(output: Tensor) -> Tensor:
+        return output
+
+
+def _disconnect() -> None:
+    """At exit, not in `teardown`: a Trainer may fit, then validate, then fit again."""
+    gc.collect()
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()

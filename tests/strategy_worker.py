@@ -1,0 +1,107 @@
+"""One rank of the runs that test_strategy.py compares with one process: `python strategy_worker.py SPEC.json`.
+
+The launcher sets LOCAL_RANK, MASTER_ADDR and MASTER_PORT. All runs of the file are trained one after the other in the
+same processes, as starting up takes most of the time; rank r writes RUN.r.pt for each.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import lightning
+import torch
+import torch.distributed as dist
+
+torch.set_num_threads(1)
+
+
+class Recorded(lightning.Callback):
+    """What the run did: samples seen, losses, the first step's gradients, norms, the last weights, all-to-all calls."""
+
+    def __init__(self):
+        self.seen, self.losses, self.norms, self.gradients = [], [], [], {}
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, index):
+        self.seen.append(batch["input_ids"][:, 0].tolist())
+        self.losses.append(float(outputs["loss"]))  # divided by the micro-batches of a step
+        if not trainer.fit_loop._should_accumulate():
+            self.norms.append(trainer.strategy.global_grad_norm())
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        from deepspeed.utils import safe_get_full_grad
+
+        if not self.gradients and not trainer.fit_loop._should_accumulate():
+            named = module.model.named_parameters()
+            self.gradients = {name: safe_get_full_grad(parameter).float().clone() for name, parameter in named}
+
+    def on_train_end(self, trainer, module):
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        self.weights = {name: safe_get_full_fp32_param(p).clone() for name, p in module.model.named_parameters()}
+        self.rotary = module.model.model.rotary_emb.inv_freq.clone()
+
+
+def train(run, spec):
+    import pod
+    from pod.data import PodDataModule
+    from pod.module import PodModule
+
+    class Module(PodModule):
+        def configure_model(self):
+            super().configure_model()
+            self.loaded = sum(p.numel() for p in self.model.parameters())
+            if run["checkpointing"] is not None:
+                kind = {"use_reentrant": run["checkpointing"]}
+                self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kind)
+
+    os.environ["POD_ATTENTION_BACKEND"] = run["backend"]
+    recorded = Recorded()
+    strategy = pod.UlyssesDeepSpeedStrategy(run["sequence_parallel_size"], stage=run["stage"], **run["offload"])
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=spec["world_size"],
+        strategy=strategy,
+        precision=run["precision"],
+        max_steps=spec["steps"],
+        max_epochs=-1,
+        accumulate_grad_batches=run["accumulate"],
+        gradient_clip_val=spec["clip"],
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[recorded],
+    )
+    module = Module(base=run["base"], blocks=run["blocks"], **run["module"], **spec["module"])
+    data = PodDataModule(run["data"], run["length"], micro_batch_size=spec["micro_batch_size"], seed=3)
+    calls, exchange = [], dist.all_to_all_single
+
+    def counted(received, sent, **options):
+        calls.append(sent.numel() * sent.element_size())
+        return exchange(received, sent, **options)
+
+    dist.all_to_all_single = counted
+    trainer.fit(module, data)
+    dist.all_to_all_single = exchange
+    assert strategy.sequence_group is None and strategy.model is module, "torn down"
+    return {
+        "seen": recorded.seen,
+        "losses": recorded.losses,
+        "norms": recorded.norms,
+        "gradients": recorded.gradients,
+        "weights": recorded.weights,
+        "rotary": recorded.rotary,
+        "loaded": module.loaded,
+        "calls": calls,
+        "groups": trainer.strategy.distributed_sampler_kwargs,
+        "flops": module.flops_per_token(),
+    }
+
+
+if __name__ == "__main__":
+    path = Path(sys.argv[1])
+    spec = json.loads(path.read_text())
+    for name, run in spec["runs"].items():
+        torch.save(train(run, spec), path.parent / f"{name}.{os.environ['LOCAL_RANK']}.pt")

@@ -1,0 +1,430 @@
+"""Lightning, DeepSpeed ZeRO and Ulysses on 2 and 4 processes over gloo, against plain torch on one."""
+
+import contextlib
+import csv
+import importlib.util
+import json
+import math
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import lightning
+import numpy as np
+import pytest
+import torch
+from test_sequence_parallel import on_ranks
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import pod
+from pod.data import PreparedDataset, SampleWriter
+from pod.fit import last_checkpoint, resume_from, world_size_of
+from pod.module import PodModule
+from pod.recipe import load_recipe
+from pod.sequence_parallel import SequenceGroup
+
+ROOT = Path(__file__).parent.parent
+needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+
+STEPS, CLIP, LR, MIN_LR, DECAY, BETAS, MICRO = 4, 0.05, 5e-4, 1e-4, 0.1, (0.9, 0.95), 2
+MODULE = {"sink_size": 2, "recent_size": 5, "lr": LR, "min_lr": MIN_LR, "weight_decay": DECAY, "max_steps": STEPS}
+BLOCKS = [[0, 0], [0, 1], [2, 1], [2, 1]]  # the two KV heads share differently
+LENGTH = 37  # odd, so no part of it is whole
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """Two small models and two data sets: sample i begins with token i; packed documents, and one document each."""
+    folder = tmp_path_factory.mktemp("inputs")
+    for kv_heads in (1, 2):
+        torch.manual_seed(kv_heads)
+        config = LlamaConfig(
+            vocab_size=80,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=kv_heads,
+            head_dim=4,
+            initializer_range=0.25,
+            tie_word_embeddings=kv_heads == 2,
+        )
+        LlamaForCausalLM(config).save_pretrained(folder / f"kv{kv_heads}")
+    generator = np.random.default_rng(0)
+    for name in ("packed", "plain"):
+        tokens = generator.integers(0, 80, (70, LENGTH))
+        tokens[:, 0] = np.arange(70)
+        documents = None
+        if name == "packed":
+            # Boundaries anywhere, in some rows one that parts two ranks, and padding of another length in each row.
+            opens = generator.random((70, LENGTH)) < 0.1
+            opens[:, 0] = False
+            opens[::5, 19] = True
+            documents = opens.cumsum(axis=1)
+            documents[np.arange(LENGTH) >= LENGTH - generator.integers(0, 25, 70)[:, None]] = -1
+        with SampleWriter(folder / name, sequence_length=LENGTH, vocab_size=80, tokenizer="x") as writer:
+            writer.add("train", tokens, documents)
+            writer.add("validation", tokens[:2], None if documents is None else documents[10:12])
+    return folder
+
+
+def a_run(inputs, size=1, stage=3, kv_heads=2, data="packed", accumulate=2, **changes):
+    blocks = BLOCKS if kv_heads == 2 else [row[1:] for row in BLOCKS]
+    run = {"sequence_parallel_size": size, "stage": stage, "base": str(inputs / f"kv{kv_heads}"), "blocks": blocks}
+    run |= {"data": str(inputs / data), "length": LENGTH, "accumulate": accumulate, "checkpointing": None}
+    run |= {"module": {"loss_chunk": 7}, "offload": {}}
+    return run | {"backend": "reference", "precision": "32-true"} | changes
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def launch(folder, world_size, runs):
+    """Train the runs on `world_size` processes; for each run what every rank wrote."""
+    spec = {"world_size": world_size, "steps": STEPS, "clip": CLIP, "module": MODULE, "micro_batch_size": MICRO}
+    (folder / "spec.json").write_text(json.dumps(spec | {"runs": runs}))
+    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    environment |= {"DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, str(ROOT / "tests" / "strategy_worker.py"), str(folder / "spec.json")]
+    ranks, outputs = [], []
+    for rank in range(world_size):
+        outputs.append(open(folder / f"rank{rank}.txt", "w+"))
+        settings = environment | {"LOCAL_RANK": str(rank), "NODE_RANK": "0"}
+        ranks.append(subprocess.Popen(command, env=settings, stdout=outputs[-1], stderr=subprocess.STDOUT))
+    try:
+        codes = [rank.wait(timeout=900) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for output in outputs:
+        output.seek(0)
+    assert codes == [0] * world_size, "\n".join(output.read()[-3000:] for output in outputs)
+    return {name: [torch.load(folder / f"{name}.{rank}.pt") for rank in range(world_size)] for name in runs}
+
+
+def plain_loss(model, items):
+    """The token mean over some samples."""
+    ids = torch.stack([item["input_ids"] for item in items])
+    labels = torch.stack([item["labels"] for item in items])
+    documents = None
+    if any("document_ids" in item for item in items):
+        zeros = torch.zeros(LENGTH, dtype=torch.long)
+        documents = torch.stack([item.get("document_ids", zeros) for item in items])
+    logits = model(ids, document_ids=documents, use_cache=False).logits
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def one_process(run, seen):
+    """The same training by plain torch, on whole samples: seen[step][micro][group] are sample numbers."""
+    samples = PreparedDataset(run["data"])
+    stock = AutoModelForCausalLM.from_pretrained(run["base"], dtype=torch.float32)
+    model = pod.convert(stock, pod.LayerBlocks(run["blocks"]), sink_size=2, recent_size=5).train()
+    named = dict(model.named_parameters())
+    matrices = [p for name, p in named.items() if p.dim() > 1 and "embed" not in name]
+    others = [p for name, p in named.items() if p.dim() == 1 or "embed" in name]
+    groups = [{"params": matrices, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS)
+    found = {"losses": [], "norms": [], "gradients": None}
+    for step, micros in enumerate(seen):
+        for group in optimizer.param_groups:
+            group["lr"] = MIN_LR + (LR - MIN_LR) * 0.5 * (1 + math.cos(math.pi * step / STEPS))
+        optimizer.zero_grad()
+        for micro in micros:
+            losses = []
+            for numbers in micro:
+                losses.append(plain_loss(model, [samples[number] for number in numbers]))
+            loss = torch.stack(losses).mean()
+            (loss / len(micros)).backward()
+            found["losses"].append(loss.item())
+        if found["gradients"] is None:
+            found["gradients"] = {name: p.grad.clone() for name, p in named.items()}
+        found["norms"].append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        optimizer.step()
+    found["weights"] = {name: p.detach() for name, p in named.items()}
+    return found
+
+
+def check(run, ranks, relative=1e-5):
+    """All that the ranks of a run wrote, against one process."""
+    size, world_size = run["sequence_parallel_size"], len(ranks)
+    groups = world_size // size
+    for rank, wrote in enumerate(ranks):
+        assert wrote["seen"] == ranks[rank // size * size]["seen"], "ranks of a group see the same samples"
+        assert wrote["groups"] == {"num_replicas": groups, "rank": rank // size}
+    leaders = [wrote["seen"] for wrote in ranks[::size]]
+    flat = [number for leader in leaders for micro in leader for number in micro]
+    assert len(flat) == len(set(flat)), "no sample twice, in no two groups"
+    count = run["accumulate"]
+    micros = [[leader[micro] for leader in leaders] for micro in range(STEPS * count)]
+    assert all(len(leader) == STEPS * count for leader in leaders)
+    wanted = one_process(run, [micros[step * count : (step + 1) * count] for step in range(STEPS)])
+
+    losses = torch.tensor([wrote["losses"] for wrote in ranks]).mean(dim=0) * count
+    torch.testing.assert_close(losses, torch.tensor(wanted["losses"]), rtol=relative, atol=0)
+    for wrote in ranks:
+        torch.testing.assert_close(wrote["norms"], wanted["norms"], rtol=relative, atol=0)
+        assert min(wanted["norms"]) > CLIP, "clipping acts"
+        for kind in ("gradients", "weights"):
+            assert wrote[kind].keys() == wanted[kind].keys()
+            for name, value in wanted[kind].items():
+                error = torch.linalg.norm(wrote[kind][name] - value) / torch.linalg.norm(value)
+                assert error <= relative, f"{kind} of {name}: {error:.1e}"
+        parameters = sum(p.numel() for p in wanted["weights"].values())
+        assert wrote["flops"] == 6 * parameters
+        assert wrote["loaded"] == (0 if run["stage"] == 3 else parameters), "ZeRO-3 loads sharded"
+
+
+def check_exchange(run, ranks, heads=4, kv_heads=2, dimension=4, itemsize=4):
+    """Calls and bytes by the formula of pod/sequence_parallel.py."""
+    size, passes = run["sequence_parallel_size"], 2 + (run["checkpointing"] is not None)
+    micros = STEPS * run["accumulate"]
+    for wrote in ranks:
+        if size == 1:
+            assert wrote["calls"] == []
+            continue
+        assert len(wrote["calls"]) == 2 * passes * 4 * micros
+        tokens = MICRO * math.ceil(LENGTH / size)
+        one_pass = tokens * dimension * itemsize * (2 * heads + 2 * max(kv_heads, size))
+        assert sum(wrote["calls"]) == one_pass * passes * 4 * micros
+
+
+@needs_deepspeed
+@pytest.mark.slow
+def test_two_processes_are_one(inputs, tmp_path):
+    """ZeRO-3 and ZeRO-2, the sequence or the samples shared by two ranks."""
+    runs = {
+        "sp2": a_run(inputs, 2, checkpointing=False),
+        "sp2-one-kv-head": a_run(inputs, 2, kv_heads=1, checkpointing=True),
+        "sp2-offload": a_run(
+            inputs,
+            2,
+            checkpointing=False,
+            module={"loss_chunk": 7, "offload_checkpoints": True, "mlp_tiles": 3},
+            offload={"offload_optimizer": True, "offload_parameters": True},
+        ),
+        "sp2-composed": a_run(inputs, 2, data="plain", backend="composed", accumulate=1),
+        "sp2-zero2": a_run(inputs, 2, stage=2, checkpointing=True),
+        "dp2": a_run(inputs),
+        "dp2-zero2": a_run(inputs, stage=2, kv_heads=1),
+        "sp2-bf16": a_run(inputs, 2, precision="bf16-mixed"),
+        "dp2-bf16": a_run(inputs, 1, precision="bf16-mixed"),
+    }
+    wrote = launch(tmp_path, 2, runs)
+    for name, run in runs.items():
+        if run["precision"] == "32-true":
+            check(run, wrote[name])
+            check_exchange(run, wrote[name], kv_heads=1 if "one-kv" in name or name == "dp2-zero2" else 2)
+    check_exchange(runs["sp2-bf16"], wrote["sp2-bf16"], itemsize=2)
+    for name in ("sp2-bf16", "dp2-bf16"):
+        assert wrote[name][0]["rotary"].dtype == torch.float32, "bfloat16 would round RoPE's frequencies"
+        check(runs[name], wrote[name], relative=0.1)
+
+
+@needs_deepspeed
+@pytest.mark.slow
+def test_four_processes_are_one(inputs, tmp_path):
+    """Two groups of two ranks, and one of four with fewer KV heads than ranks."""
+    runs = {"dp2-sp2": a_run(inputs, 2), "sp4": a_run(inputs, 4, checkpointing=False)}
+    wrote = launch(tmp_path, 4, runs)
+    for name, run in runs.items():
+        check(run, wrote[name])
+        check_exchange(run, wrote[name])
+
+
+# One process: the loss, and errors
+
+
+def test_mean_of_the_ranks_losses_is_the_batchs(inputs):
+    """`PodModule.loss` on threads as ranks: labels that cross the ranks' border, and a rank without any target."""
+    module = PodModule(base=str(inputs / "kv2"), blocks=BLOCKS, sink_size=2, recent_size=5, loss_chunk=4)
+    module.configure_model()
+    ids = torch.randint(80, (2, LENGTH), generator=torch.Generator().manual_seed(5))
+    labels = ids.clone()
+    labels[:, 20:] = -100  # the last rank of three has no target
+    batch = {"input_ids": ids, "labels": labels, "document_ids": (torch.arange(LENGTH) >= 12).long().expand(2, -1)}
+    batch["answers"] = torch.zeros_like(ids, dtype=torch.bool)
+    batch["answers"][0, 9:12] = batch["answers"][1, 18:21] = True  # on both sides of the ranks' borders
+    whole, count = module.loss(batch, module.hidden_states(batch))
+    logits, answers, number = module.answers(batch, module.hidden_states(batch))
+    assert number == 6 and answers.tolist() == ids[batch["answers"]].tolist()
+    assert count == 2 * 19
+    for size in (2, 4):
+
+        def one_rank(group):
+            mine = PodModule(base=str(inputs / "kv2"), blocks=BLOCKS, sink_size=2, recent_size=5, loss_chunk=4)
+            mine._trainer = SimpleNamespace(strategy=SimpleNamespace(sequence_group=group))
+            mine.model = module.model
+            states = mine.hidden_states(batch)
+            return mine.loss(batch, states), mine.answers(batch, states)
+
+        with torch.no_grad():
+            results, _ = on_ranks(size, one_rank)
+        assert all(counted == count for (_, counted), _ in results)
+        total = sum(total for (total, _), _ in results)
+        torch.testing.assert_close(total / size, whole.detach(), rtol=1e-6, atol=0)
+        assert all(part[2] == number for _, part in results)
+        assert sorted(torch.cat([part[1] for _, part in results]).tolist()) == sorted(answers.tolist())
+        ours, theirs = torch.cat([part[0] for _, part in results]), logits.detach()
+        assert all(torch.isclose(row, theirs, atol=1e-5).all(dim=1).any() for row in ours)
+
+
+def test_heads_are_checked_before_anything_is_loaded(inputs):
+    module = PodModule(base=str(inputs / "kv2"))
+    module._trainer = SimpleNamespace(strategy=SimpleNamespace(sequence_group=SequenceGroup(3, 0, None)))
+    with pytest.raises(ValueError, match="sequence_parallel_size=3 does not fit 4 query heads and 2 KV heads"):
+        module.configure_model()
+
+
+def test_processes_that_form_no_groups():
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed")
+    with pytest.raises(ValueError, match="2 processes .* cannot form groups of sequence_parallel_size=3"):
+        lightning.Trainer(accelerator="cpu", devices=2, strategy=pod.UlyssesDeepSpeedStrategy(3), logger=False)
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        pod.UlyssesDeepSpeedStrategy(0)
+
+
+def test_deepspeed_is_missing(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install 'deepspeed>="):
+        pod.UlyssesDeepSpeedStrategy(2)
+
+
+def test_deepspeed_is_imported_when_a_strategy_is_made():
+    code = "import sys, pod.fit, pod; pod.UlyssesDeepSpeedStrategy; assert 'deepspeed' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+# The commands
+
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 80,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "initializer_range": 0.02,
+    "tie_word_embeddings": True,
+}
+
+
+def recipe_file(folder, inputs, **trainer):
+    """4 steps of 8 samples, a checkpoint every second one, from initial weights."""
+    recipe = {
+        "name": "trial",
+        "description": "A run of a test",
+        "output": str(folder / "run"),
+        "model": {"config": CONFIG, "tokenizer": "bytes", "sink_size": 2, "recent_size": 5},
+        "blocks": {"file": str(folder / "blocks.json")},
+        "data": {"path": str(inputs / "packed"), "sequence_length": LENGTH, "micro_batch_size": 2},
+        "optimizer": {"lr": 1e-3},
+        "trainer": {"max_steps": 4, "tokens_per_batch": 8 * LENGTH, "validate_every": 4, "checkpoint_every": 2}
+        | {"accelerator": "cpu", "validation_batches": 1, "keep_checkpoints": 3}
+        | trainer,
+    }
+    pod.LayerBlocks([[0, 0], [0, 1], [2, 1]]).save(folder / "blocks.json")
+    (folder / "trial.yaml").write_text(json.dumps(recipe))  # JSON is YAML
+    return folder / "trial.yaml"
+
+
+def command(module, *arguments):
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
+    line = [sys.executable, "-m", module, *map(str, arguments)]
+    return subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
+
+
+def logged(run, column, version="version_0"):
+    rows = csv.DictReader((run / "logs" / version / "metrics.csv").open())
+    return {int(row["step"]): float(row[column]) for row in rows if row.get(column)}
+
+
+@needs_deepspeed
+@pytest.mark.slow
+def test_fit_resume_and_export_with_a_shared_sequence(inputs, tmp_path):
+    path = recipe_file(tmp_path, inputs)
+    sharded = ("trainer.strategy=deepspeed", "trainer.devices=2", "trainer.sequence_parallel_size=2")
+    done = command("pod.fit", f"recipe={path}", *sharded)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("sequence_parallel_size: 2") == 1, "the first process alone prints the recipe"
+    run = tmp_path / "run"
+    steps = run / "steps"
+    assert sorted(path.name for path in steps.iterdir()) == ["step=2.ckpt", "step=4.ckpt"]
+    # The first loss is that of a model as transformers initialises it, near ln(80); as torch does, it would be far off.
+    uninterrupted = logged(run, "train_loss")
+    assert abs(uninterrupted[0] - math.log(80)) < 0.1 and sorted(uninterrupted) == [0, 1, 2, 3]
+    assert len(logged(run, "grad_norm")) == 4 and len(logged(run, "val_loss")) == 1
+
+    def resumed(*arguments):
+        return resume_from(load_recipe([f"recipe={path}", *arguments, "resume=auto"]), steps)
+
+    with pytest.raises(ValueError, match="written by 2 processes, this run has 1"):
+        resumed("trainer.strategy=deepspeed")
+    with pytest.raises(ValueError, match="sharded by DeepSpeed: continue with trainer.strategy=deepspeed"):
+        resumed()
+    shard = next((steps / "step=4.ckpt").glob("checkpoint/*_optim_states.pt"))
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-100])
+    assert last_checkpoint(steps).name == "step=2.ckpt", "a truncated shard is noticed"
+    shard.write_bytes(whole)
+
+    # The exported model has the loss that was validated.
+    done = command("pod.export", "--ckpt", run, "--out", tmp_path / "export")
+    assert done.returncode == 0, done.stderr[-3000:]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    assert model.config.blocks == pod.LayerBlocks.load(tmp_path / "blocks.json")
+    wanted = plain_loss(model, [PreparedDataset(inputs / "packed", "validation")[number] for number in (0, 1)])
+    assert abs(logged(run, "val_loss")[3] - wanted.item()) < 1e-5 * wanted.item()
+
+    shutil.rmtree(steps / "step=4.ckpt")
+    done = command("pod.fit", f"recipe={path}", *sharded, "resume=auto")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert f"continuing from {steps / 'step=2.ckpt'}" in done.stdout
+    again = logged(run, "train_loss", "version_1")
+    assert sorted(again) == [2, 3]
+    for step, loss in again.items():
+        assert abs(loss - uninterrupted[step]) <= 1e-6 * loss
+
+
+@needs_deepspeed
+@pytest.mark.slow
+def test_one_process_that_is_told_to_end_ends_all_with_a_checkpoint(inputs, tmp_path):
+    """And of two processes the first one finds the blocks for both."""
+    path = recipe_file(tmp_path, inputs, max_steps=10_000, checkpoint_every=10_000, validate_every=10_000)
+    analysed = ("model.config=null", f"model.base={inputs / 'kv2'}", "blocks.file=null", "blocks.kv_saving=0.25")
+    sharded = ("trainer.strategy=deepspeed", "trainer.devices=2", "trainer.sequence_parallel_size=2")
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
+    line = [sys.executable, "-m", "pod.fit", f"recipe={path}", *sharded, *analysed, "blocks.samples=4"]
+    with open(tmp_path / "output.txt", "w+") as output:
+        options = {"stdout": output, "stderr": subprocess.STDOUT, "start_new_session": True}
+        first = subprocess.Popen(line, cwd=ROOT, env=environment, **options)
+        try:
+            metrics, deadline = tmp_path / "run" / "logs" / "version_0" / "metrics.csv", time.time() + 600
+            while first.poll() is None and time.time() < deadline and not metrics.exists():
+                time.sleep(0.1)
+            first.send_signal(signal.SIGTERM)
+            code = first.wait(timeout=300)
+            output.seek(0)
+            assert code == 128 + signal.SIGTERM, output.read()[-3000:]
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(first.pid, signal.SIGKILL)
+    checkpoint = last_checkpoint(tmp_path / "run" / "steps")
+    assert checkpoint is not None and world_size_of(checkpoint) == 2
+    blocks = pod.LayerBlocks.load(tmp_path / "run" / "blocks.json")
+    shards = sorted(checkpoint.glob("checkpoint/*_model_states.pt"))
+    trained = [torch.load(shard, weights_only=False)["hyper_parameters"]["blocks"] for shard in shards]
+    assert trained == [blocks.anchors.tolist()] * 2 and not blocks.is_dense
