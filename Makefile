@@ -1,7 +1,7 @@
 # Each target is the only command a fresh machine needs: it creates .venv and installs first when that is missing or old.
 #
 #   make demo       PoD from beginning to end on real text: checkpoints/tiny/report.md and report.png
-#   make tiny-base  train the demo's base model anew, an hour and a half on one core: checkpoints/tiny-base
+#   make tiny-base  train the demo's base model anew, three quarters of an hour on one core: checkpoints/tiny-base
 #   make test       everything but the slow tests
 #   make test-all   the same, and then the slow tests
 #   make lint       ruff: rules and format
@@ -32,8 +32,8 @@ demo: $(STAMP)
 # before, and only the last lets the learning rate fall to nothing.
 BASE := checkpoints/tiny-base
 STAGE = $(BIN)/python -m pod.fit recipe=tiny-base resume=auto output=$(BASE)-run/$(1) data.path=data/demo/base-$(1) \
-	data.sequence_length=$(1) data.micro_batch_size=$(2) trainer.max_steps=$(3) optimizer.min_lr=$(4) $(5) && \
-	$(BIN)/python -m pod.export --ckpt $(BASE)-run/$(1) --out $(BASE)-run/$(1)/export --force $(6)
+	data.sequence_length=$(1) data.micro_batch_size=$(2) trainer.max_steps=$(3) optimizer.lr=$(4) optimizer.min_lr=$(5) \
+	$(6) && $(BIN)/python -m pod.export --ckpt $(BASE)-run/$(1) --out $(BASE)-run/$(1)/export --force $(7)
 FROM = model.config=null optimizer.warmup_steps=20 model.base=$(BASE)-run/$(1)/export
 CORPUS = $(BIN)/python data/demo_corpus.py --force --out data/demo/base-$(1) --length $(1) --samples $(2) \
 	--validation-samples $(3) $(4)
@@ -43,10 +43,10 @@ tiny-base: $(STAMP)
 	$(call CORPUS,256,24000,96,--seed 1)
 	$(call CORPUS,512,12000,48,--seed 1)
 	$(call CORPUS,1024,6000,24,--seed 1)
-	$(call STAGE,128,32,1000,3e-3)
-	$(call STAGE,256,16,500,2e-3,$(call FROM,128))
-	$(call STAGE,512,8,300,2e-3,$(call FROM,256))
-	$(call STAGE,1024,4,600,0,$(call FROM,512),--dtype bfloat16)
+	$(call STAGE,128,32,500,3e-3,3e-3)
+	$(call STAGE,256,16,400,3e-3,3e-3,$(call FROM,128))
+	$(call STAGE,512,8,300,2e-3,2e-3,$(call FROM,256))
+	$(call STAGE,1024,4,500,2e-3,0,$(call FROM,512),--dtype bfloat16)
 	cp $(BASE)-run/1024/export/* $(BASE)/
 
 test: $(STAMP)
