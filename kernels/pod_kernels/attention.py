@@ -11,13 +11,12 @@ BACKENDS = {"reference": reference.shared_score_attention, "composed": composed.
 BACKEND_VARIABLE = "POD_ATTENTION_BACKEND"
 
 
-def resolve_backend(backend: str, *, packed: bool = False) -> str:
+def resolve_backend(backend: str) -> str:
     """The name of the backend that will run.
 
     Args:
         backend: "auto" or a key of `BACKENDS`. "auto" is what the environment variable POD_ATTENTION_BACKEND names, if
             it is set.
-        packed: whether document_ids are given; "auto" then means "reference".
 
     Raises:
         ValueError: no such backend; names the closest one and lists all.
@@ -26,7 +25,7 @@ def resolve_backend(backend: str, *, packed: bool = False) -> str:
     if backend == "auto":
         source, backend = BACKEND_VARIABLE, os.environ.get(BACKEND_VARIABLE) or "auto"
     if backend == "auto":
-        return "reference" if packed else "composed"
+        return "composed"
     if backend not in BACKENDS:
         names = ["auto", *BACKENDS]
         closest = difflib.get_close_matches(str(backend), names, n=1, cutoff=0.5)
@@ -72,9 +71,8 @@ def shared_score_attention(
         document_ids: [B, T] non-decreasing, -1 padding; tokens see their own document only, positions count from its
             first token.
         return_lse, return_gate: also return these, in this order.
-        backend: "auto", "reference" (eager, [T, T] in memory) or "composed" (torch's flash attention, linear memory;
-            with document_ids it too runs the reference). "auto" is the environment variable POD_ATTENTION_BACKEND if
-            set, else composed, or the reference when document_ids are given.
+        backend: "auto", "reference" (eager, [T, T] in memory) or "composed" (torch's flash attention, linear memory).
+            "auto" is the environment variable POD_ATTENTION_BACKEND if set, else composed.
 
     Returns:
         out [B, H, T, D] in q's dtype, zero at padding. lse [B, H, T] float32: log of the sum of exp of the logits, -inf
@@ -84,7 +82,7 @@ def shared_score_attention(
     Raises:
         ValueError: shapes, dtypes, sizes or lengths do not fit, or no such backend; says which.
     """
-    run = BACKENDS[resolve_backend(backend, packed=document_ids is not None)]
+    run = BACKENDS[resolve_backend(backend)]
     return run(
         q,
         k,

@@ -448,7 +448,7 @@ def _backward(
 
 
 class _ComposedAttention(torch.autograd.Function):
-    """groups: None, or for each distinct length the rows [n] and the first real column."""
+    """groups: None, or the rows [n] and the columns [start, stop) of each set of equally placed sequences."""
 
     @staticmethod
     def forward(ctx, q, k, v, q_distant, k_distant, sizes, groups, want_gate):
@@ -461,13 +461,13 @@ class _ComposedAttention(torch.autograd.Function):
             out = q.new_zeros(*q.shape[:3], v.shape[-1])
             lse = q.new_full(q.shape[:3], -torch.inf, dtype=accumulate)
             gate = q.new_ones(q.shape[:3], dtype=torch.float32) if want_gate else None
-            for rows, start in groups:
-                cut = [None if tensor is None else tensor[rows, :, start:] for tensor in inputs]
+            for rows, start, stop in groups:
+                cut = [None if tensor is None else tensor[rows, :, start:stop] for tensor in inputs]
                 cut_out, cut_lse, cut_proximal = _forward(*cut, sizes, want_gate)
-                out[rows, :, start:] = cut_out
-                lse[rows, :, start:] = cut_lse
+                out[rows, :, start:stop] = cut_out
+                lse[rows, :, start:stop] = cut_lse
                 if want_gate:
-                    gate[rows, :, start:] = torch.exp(cut_proximal - cut_lse).float()
+                    gate[rows, :, start:stop] = torch.exp(cut_proximal - cut_lse).float()
         ctx.save_for_backward(*inputs, out, lse)
         ctx.sizes, ctx.groups = sizes, groups
         ctx.set_materialize_grads(False)
@@ -486,19 +486,22 @@ class _ComposedAttention(torch.autograd.Function):
             grads = _backward(grad_out, tuple(inputs), out, lse, ctx.sizes, needed)
         else:
             grads = [torch.zeros_like(t) if need else None for t, need in zip(inputs, needed, strict=True)]
-            for rows, start in ctx.groups:
-                cut = tuple(None if tensor is None else tensor[rows, :, start:] for tensor in inputs)
-                cut_grads = _backward(
-                    grad_out[rows, :, start:], cut, out[rows, :, start:], lse[rows, :, start:], ctx.sizes, needed
-                )
+            for rows, start, stop in ctx.groups:
+                cut = tuple(None if tensor is None else tensor[rows, :, start:stop] for tensor in inputs)
+                merged = (tensor[rows, :, start:stop] for tensor in (grad_out, out, lse))
+                cut_grad_out, cut_out, cut_lse = merged
+                cut_grads = _backward(cut_grad_out, cut, cut_out, cut_lse, ctx.sizes, needed)
                 for grad, cut_grad in zip(grads, cut_grads, strict=True):
                     if grad is not None:
-                        grad[rows, :, start:] = cut_grad
+                        grad[rows, :, start:stop] = cut_grad
         return (*grads, None, None, None)
 
 
-def _rows_by_length(lengths: Tensor, total: int) -> list[tuple[Tensor, int]] | None:
-    """The rows of each distinct length and the column of their first token; None when no row is padded."""
+Group = tuple[Tensor, int, int]
+
+
+def _rows_by_length(lengths: Tensor, total: int) -> list[Group] | None:
+    """The rows of each distinct length and the columns of their tokens; None when no row is padded."""
     values = lengths.tolist()
     for row, value in enumerate(values):
         if not 0 <= value <= total:
@@ -508,7 +511,32 @@ def _rows_by_length(lengths: Tensor, total: int) -> list[tuple[Tensor, int]] | N
     rows: dict[int, list[int]] = {}
     for row, value in enumerate(values):
         rows.setdefault(value, []).append(row)
-    return [(torch.tensor(members), total - value) for value, members in sorted(rows.items()) if value > 0]
+    return [(torch.tensor(members), total - value, total) for value, members in sorted(rows.items()) if value > 0]
+
+
+def _rows_by_document(document_ids: Tensor) -> list[Group] | None:
+    """The documents of all rows, those of the same columns together; None when every row is one document.
+
+    Raises:
+        ValueError: the ids of a row decrease.
+    """
+    batch, length = document_ids.shape
+    changes = document_ids[:, 1:] != document_ids[:, :-1]
+    starts = torch.nn.functional.pad(changes, (1, 0), value=True).nonzero()
+    found = torch.cat([starts, document_ids[starts[:, 0], starts[:, 1]][:, None]], dim=1).tolist()  # one read for all
+    places: dict[tuple[int, int], list[int]] = {}
+    last = {}
+    for (row, start, document), following in zip(found, [*found[1:], [-1, 0, 0]], strict=True):
+        stop = following[1] if following[0] == row else length
+        if document < 0:
+            continue
+        if document < last.get(row, 0):
+            raise ValueError(f"document_ids must not decrease: row {row} has {document} after {last[row]}")
+        last[row] = document
+        places.setdefault((start, stop), []).append(row)
+    if list(places) == [(0, length)] and len(places[0, length]) == batch:
+        return None
+    return [(torch.tensor(rows), start, stop) for (start, stop), rows in places.items()]
 
 
 def shared_score_attention(
@@ -529,8 +557,8 @@ def shared_score_attention(
     """Causal attention whose distant logits come from another layer's queries and keys, without [T, T] in memory.
 
     Same meaning as `reference.shared_score_attention`. Accumulates in float32 (float64 for float64 inputs). Once
-    differentiable. With `lengths`, the rows of each distinct length are one call, so lengths are read on the host.
-    Packed samples (`document_ids`) are computed by the reference, [T, T] included.
+    differentiable. With `lengths` or `document_ids`, sequences that lie in the same columns are one call, so these two
+    are read on the host.
 
     Args:
         q: [B, H, T, D] queries, after RoPE.
@@ -552,26 +580,13 @@ def shared_score_attention(
     Raises:
         ValueError: shapes, dtypes, sizes or lengths do not fit; says which.
     """
-    if document_ids is not None:
-        return reference.shared_score_attention(
-            q,
-            k,
-            v,
-            q_distant,
-            k_distant,
-            sink_size=sink_size,
-            recent_size=recent_size,
-            scale=scale,
-            lengths=lengths,
-            document_ids=document_ids,
-            return_lse=return_lse,
-            return_gate=return_gate,
-        )
     reference.check_inputs(q, k, v, q_distant, k_distant, sink_size, recent_size, lengths, document_ids)
     sizes = Sizes(sink_size, recent_size, q.shape[-1] ** -0.5 if scale is None else scale)
     groups = None if lengths is None else _rows_by_length(lengths, q.shape[2])
     if q.shape[0] == 0 or q.shape[2] == 0:
         groups = []
+    elif document_ids is not None:
+        groups = _rows_by_document(document_ids)
     out, lse, gate = _ComposedAttention.apply(q, k, v, q_distant, k_distant, sizes, groups, return_gate)
     results = [out]
     if return_lse:

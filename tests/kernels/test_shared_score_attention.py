@@ -505,7 +505,6 @@ def test_unknown_backend_names_the_closest() -> None:
 def test_auto_and_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(attention.BACKEND_VARIABLE, raising=False)
     assert attention.resolve_backend("auto") == "composed"
-    assert attention.resolve_backend("auto", packed=True) == "reference"
     monkeypatch.setenv(attention.BACKEND_VARIABLE, "reference")
     assert attention.resolve_backend("auto") == "reference"
     assert attention.resolve_backend("composed") == "composed"
@@ -514,12 +513,54 @@ def test_auto_and_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         attention.resolve_backend("auto")
 
 
-@pytest.mark.parametrize("backend", ["auto", "composed"])
-def test_packed_samples_run_the_reference(backend: str) -> None:
-    leaves = make_leaves(30, 2)
-    options = {"sink_size": 2, "recent_size": 5, "document_ids": torch.tensor([[0] * 12 + [1] * 16 + [-1] * 2])}
-    expected = reference.shared_score_attention(*leaves, **options)
-    assert torch.equal(shared_score_attention(*leaves, backend=backend, **options), expected)
+PACKED = [
+    [0] * 70 + [1] + [2] * 33 + [5] * 46,
+    [-1] * 9 + [0] * 61 + [1] + [2] * 33 + [3] * 46,  # three documents in the columns of the row before
+    [4] * 150,
+    [0] * 3 + [1] * 120 + [-1] * 27,
+    [-1] * 150,
+]
+
+
+@pytest.mark.parametrize("share", ["scores", "keys"])
+@pytest.mark.parametrize("kv_heads", [1, 2, 8], ids=lambda n: f"Hkv{n}")
+def test_packed_documents(kv_heads: int, share: str) -> None:
+    leaves = make_leaves(150, kv_heads, batch=5)
+    options = {"sink_size": 4, "recent_size": 28, "document_ids": torch.tensor(PACKED)}
+    truth = run(reference.shared_score_attention, leaves, share, **options)
+    assert_close(run(composed.shared_score_attention, leaves, share, **options), truth)
+
+
+def test_packed_documents_lse_and_gate() -> None:
+    leaves = [leaf.detach() for leaf in make_leaves(150, 2, batch=5)]
+    options = {"sink_size": 4, "recent_size": 28, "document_ids": torch.tensor(PACKED)}
+    options |= {"return_lse": True, "return_gate": True}
+    ours, theirs = (
+        function(*leaves, **options) for function in (composed.shared_score_attention, reference.shared_score_attention)
+    )
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_rows_of_one_document_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    leaves = make_leaves(60, 2, batch=2)
+    plain = composed.shared_score_attention(*leaves, sink_size=2, recent_size=9)
+    calls = []
+    forward = composed._forward
+    monkeypatch.setattr(composed, "_forward", lambda *args: calls.append(args[0].shape) or forward(*args))
+    ids = torch.tensor([[3] * 60, [0] * 60])
+    assert torch.equal(composed.shared_score_attention(*leaves, sink_size=2, recent_size=9, document_ids=ids), plain)
+    assert [tuple(shape[:1]) for shape in calls] == [(2,)]
+    ids = torch.tensor([[0] * 20 + [1] * 40, [7] * 20 + [9] * 40])
+    composed.shared_score_attention(*leaves, sink_size=2, recent_size=9, document_ids=ids)
+    assert [shape[2] for shape in calls[1:]] == [20, 40]
+
+
+def test_document_ids_that_decrease_are_refused() -> None:
+    q = torch.zeros(2, 1, 4, 4)
+    ids = torch.tensor([[0, 0, 1, 1], [1, 1, 0, 0]])
+    with pytest.raises(ValueError, match="must not decrease: row 1 has 0 after 1"):
+        composed.shared_score_attention(q, q, q, sink_size=1, recent_size=2, document_ids=ids)
 
 
 # On a GPU
