@@ -1,7 +1,7 @@
 # Each target is the only command a fresh machine needs: it creates .venv and installs first when that is missing or old.
 #
 #   make demo       PoD from beginning to end on real text: checkpoints/tiny/report.md and report.png
-#   make tiny-base  train the demo's base model anew, three quarters of an hour on one core: checkpoints/tiny-base
+#   make tiny-base  train the demo's base model anew, an hour on one core: checkpoints/tiny-base
 #   make test       everything but the slow tests
 #   make test-all   the same, and then the slow tests
 #   make lint       ruff: rules and format
@@ -29,25 +29,29 @@ demo: $(STAMP)
 	$(BIN)/python eval/demo.py
 
 # From short samples to long ones: looking back is learned where the way back is short. Each stage starts from the one
-# before, and only the last lets the learning rate fall to nothing.
+# before, and only the last lets the learning rate fall to nothing. STAGE: length, samples at once, steps, lowest
+# learning rate, weight of the asked digits, more keys of the recipe, options of the export.
 BASE := checkpoints/tiny-base
-STAGE = $(BIN)/python -m pod.fit recipe=tiny-base resume=auto output=$(BASE)-run/$(1) data.path=data/demo/base-$(1) \
-	data.sequence_length=$(1) data.micro_batch_size=$(2) trainer.max_steps=$(3) optimizer.lr=$(4) optimizer.min_lr=$(5) \
-	$(6) && $(BIN)/python -m pod.export --ckpt $(BASE)-run/$(1) --out $(BASE)-run/$(1)/export --force $(7)
-FROM = model.config=null optimizer.warmup_steps=20 model.base=$(BASE)-run/$(1)/export
 CORPUS = $(BIN)/python data/demo_corpus.py --force --out data/demo/base-$(1) --length $(1) --samples $(2) \
 	--validation-samples $(3) $(4)
+STAGE = $(BIN)/python -m pod.fit recipe=tiny-base resume=auto output=$(BASE)-run/$(1) data.path=data/demo/base-$(1) \
+	data.sequence_length=$(1) data.micro_batch_size=$(2) trainer.max_steps=$(3) optimizer.min_lr=$(4) \
+	trainer.answer_weight=$(5) $(6) && \
+	$(BIN)/python -m pod.export --ckpt $(BASE)-run/$(1) --out $(BASE)-run/$(1)/export --force $(7)
+FROM = model.config=null optimizer.warmup_steps=20 model.base=$(BASE)-run/$(1)/export
 
 tiny-base: $(STAMP)
 	$(call CORPUS,128,64000,512,--keys-min 3 --keys-max 4)
 	$(call CORPUS,256,24000,96,--seed 1)
 	$(call CORPUS,512,12000,48,--seed 1)
 	$(call CORPUS,1024,6000,24,--seed 1)
-	$(call STAGE,128,32,500,3e-3,3e-3)
-	$(call STAGE,256,16,400,3e-3,3e-3,$(call FROM,128))
-	$(call STAGE,512,8,300,2e-3,2e-3,$(call FROM,256))
-	$(call STAGE,1024,4,500,2e-3,0,$(call FROM,512),--dtype bfloat16)
-	cp $(BASE)-run/1024/export/* $(BASE)/
+	$(call STAGE,128,32,500,3e-3,0.5)
+	$(call STAGE,256,16,400,3e-3,0.5,$(call FROM,128))
+	$(call STAGE,512,8,250,3e-3,2,$(call FROM,256))
+	$(call STAGE,1024,4,600,0,8,$(call FROM,512),--dtype bfloat16)
+	mkdir -p $(BASE) && cp $(BASE)-run/1024/export/* $(BASE)/
+	for length in 128 256 512 1024; do \
+		cp "$$(ls -t $(BASE)-run/$$length/logs/*/metrics.csv | head -1)" $(BASE)/training-log-$$length.csv; done
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow" -q
