@@ -178,7 +178,7 @@ def test_exponents_in_a_file(tmp_path):
 
 def test_interpolation():
     assert tiny("seed=7", "output=runs/${name}-${seed}").output == "runs/tiny-7"
-    assert tiny("trainer.max_steps=${trainer.validate_every}").trainer.max_steps == 20
+    assert tiny("trainer.max_steps=${trainer.validate_every}").trainer.max_steps == 30
 
 
 def test_sections_as_mappings_and_dotted_keys_in_files(tmp_path):

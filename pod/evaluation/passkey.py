@@ -1,8 +1,8 @@
 """Pass-key retrieval: a key is hidden in a long text and asked for at its end.
 
-The text is cut into lines; the key's line stands between two of them at the wanted depth, a few other keys are spread
-over the rest, and the prompt ends with the beginning of the line that repeats the key. The model then generates. Every
-prompt of one length has exactly that many tokens, so that a batch needs no padding.
+The text is cut into lines; the key's line stands between two of them at the wanted depth, and the prompt ends with the
+beginning of the line that repeats the key. The model then generates. Other keys may be spread over the text, which makes
+it a matter of names too. Every prompt of one length has exactly that many tokens, so that a batch needs no padding.
 """
 
 import random
@@ -50,7 +50,7 @@ def passkey_prompts(
     depths: Sequence[float],
     samples: int,
     phrase: str = "key",
-    distractors: int = 3,
+    distractors: int = 0,
     seed: int = 0,
 ) -> list[PassKey]:
     """Prompts of exactly `length` tokens, `samples` for each depth, in the order of `depths`.
