@@ -107,7 +107,7 @@ def variants(model: PreTrainedModel, methods: list[eviction.Eviction | eviction.
     names = [one.name for one in found]
     for one in found:
         if names.count(one.name) > 1:
-            raise ValueError(f"--eviction names {one.name} twice")
+            raise ValueError(f"the eviction method {one.name} is named twice")
         if one.cache_factory is not None:
             one.cache_factory(one.model)  # a budget that cannot be is found before hours of work
     return found
