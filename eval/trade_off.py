@@ -70,7 +70,7 @@ def planned(
 
 
 class Kept:
-    """Makes caches and remembers the bytes per row that the last of them held.
+    """Makes caches and remembers how many bytes per row each of them held at the end of its use.
 
     Args:
         method: the eviction method; None keeps every token.
@@ -88,7 +88,7 @@ class Kept:
         return self.cache
 
     def measure(self) -> float:
-        """Mean bytes per row of the caches up to now, each as it was at the end of its use."""
+        """Mean bytes per row of the caches up to now, the last of which is not used any more."""
         if self.cache is not None:
             self.sizes.append(models.cache_bytes(self.cache) / self.cache.batch_size)
             self.cache = None
