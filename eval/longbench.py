@@ -2,10 +2,12 @@
 
     python eval/longbench.py --ckpt exports/llama3-32k --data longbench/ --tasks pod
     torchrun --nproc-per-node 8 eval/longbench.py --ckpt exports/llama3-32k --batch-size 4
+    python eval/longbench.py --ckpt exports/llama3-32k --tasks pod --eviction snapkv:budget=1024+cake:budget=1024
     python eval/longbench.py --out runs/longbench/llama3-32k --score-only
 
 Predictions are written to --out as they come; the same command goes on where a killed run stopped. When all are there,
-the scores are printed and written to `scores.json`.
+the scores are printed and written to `scores.json`. Each method of --eviction has its own folder in --out, laid out as
+--out itself, and a table compares them (`comparison.md`).
 """
 
 import argparse
@@ -20,8 +22,12 @@ def run(options: argparse.Namespace) -> None:
     tasks = longbench.resolve_tasks(options.tasks)
     _check_segmentation(tasks)
     samples = {task: longbench.load_samples(options.data, task) for task in tasks}
-    runner.settle(options.out, {"ckpt": options.ckpt, "max_length": options.max_length})
+    settings = {"ckpt": options.ckpt, "max_length": options.max_length}
+    runner.settle(options.out, settings)
     model, tokenizer = models.load(options.ckpt)
+    variants = models.variants(model, options.eviction)
+    for variant in variants:
+        runner.settle(variant.folder(options.out), settings | variant.settings())
     room = getattr(model.config, "max_position_embeddings", None)
     if room is not None and options.max_length >= room and runner.process()[0] == 0:
         print(f"note: prompts of {options.max_length} tokens, but the model was made for {room}", file=sys.stderr)
@@ -29,13 +35,46 @@ def run(options: argparse.Namespace) -> None:
     for task in tasks:
         requests = longbench.make_requests(tokenizer, task, samples.pop(task), options.max_length, options.limit)
         keys[task] = [request.key for request in requests]
-        predictions = runner.Predictions(options.out, task)
-        runner.predict(model, tokenizer, requests, predictions, batch_size=options.batch_size)
-    rows = {task: runner.Predictions(options.out, task).merge(keys[task]) for task in tasks}
-    if all(rows.values()):
-        write_scores(rows, options.out)
-    else:
-        print(f"process {runner.process()[0]} is done; the last one to finish prints the scores", file=sys.stderr)
+        for variant in variants:
+            runner.predict(
+                variant.model,
+                tokenizer,
+                requests,
+                runner.Predictions(variant.folder(options.out), task),
+                batch_size=options.batch_size,
+                cache_factory=variant.cache_factory,
+                label=variant.label,
+            )
+    scores = {}
+    for variant in variants:
+        folder = variant.folder(options.out)
+        rows = {task: runner.Predictions(folder, task).merge(keys[task]) for task in tasks}
+        if not all(rows.values()):
+            print(f"process {runner.process()[0]} is done; the last one to finish prints the scores", file=sys.stderr)
+            return
+        scores[variant.name] = write_scores(rows, folder)
+    if len(variants) > 1:
+        compare(scores, options.out)
+
+
+def compare(scores: dict[str, dict], out: Path) -> None:
+    """Print the scores of several methods and write them to `comparison.md`; scores: method -> set -> score.
+
+    A LongBench-E set is one row for each length.
+    """
+    flat: dict[str, dict[str, float | None]] = {}
+    for method, found in scores.items():
+        plain = {task: value for task, value in found.items() if not isinstance(value, dict)}
+        flat[method] = dict(plain)
+        for task, value in found.items():
+            if isinstance(value, dict):
+                flat[method] |= {f"{task} {bucket}": part for bucket, part in value.items()}
+        flat[method] |= longbench.averages(plain)
+    names = [name for name in next(iter(flat.values())) if any(row[name] is not None for row in flat.values())]
+    cells = [["-" if row[name] is None else f"{row[name]:.2f}" for row in flat.values()] for name in names]
+    table = report.markdown_table(["set", *flat], [[name, *line] for name, line in zip(names, cells, strict=True)])
+    report.write(out / "comparison.md", table + "\n")
+    print(f"\n{table}\nwritten: {out}/comparison.md")
 
 
 def score_only(options: argparse.Namespace, named: bool) -> None:
@@ -49,8 +88,8 @@ def score_only(options: argparse.Namespace, named: bool) -> None:
     write_scores(rows, options.out)
 
 
-def write_scores(rows: dict[str, list[dict]], out: Path) -> None:
-    """Print the scores and write them to `scores.json`; rows: set -> its predictions."""
+def write_scores(rows: dict[str, list[dict]], out: Path) -> dict:
+    """Print the scores and write them to `scores.json`; rows: set -> its predictions. Returns set -> score."""
     scores = {task: longbench.score(task, found) for task, found in rows.items()}
     counts = {task: len(found) for task, found in rows.items()}
     plain = {task: value for task, value in scores.items() if not isinstance(value, dict)}
@@ -58,6 +97,7 @@ def write_scores(rows: dict[str, list[dict]], out: Path) -> None:
     report.write(out / "scores.json", json.dumps(result, indent=2, ensure_ascii=False) + "\n")
     print(longbench.table(scores, counts))
     print(f"written: {out}/scores.json")
+    return scores
 
 
 def _check_segmentation(tasks: list[str]) -> None:
@@ -86,6 +126,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--max-length", type=int, default=31500, help="tokens of a prompt (default: 31500)")
     parser.add_argument("--limit", type=int, help="only the first LIMIT samples of each set")
     parser.add_argument("--batch-size", type=int, default=1, help="prompts generated at once (default: 1)")
+    models.add_eviction(parser)
     parser.add_argument("--score-only", action="store_true", help="score the predictions in --out; no model is loaded")
     parser.add_argument("--out", type=Path, help="where predictions and scores go (default: runs/longbench/NAME)")
     options = parser.parse_args(arguments)
@@ -98,6 +139,8 @@ def main(arguments: list[str]) -> int:
             if options.ckpt is None:
                 raise ValueError("--score-only needs --out, the folder of the predictions")
             options.out = Path("runs") / "longbench" / Path(options.ckpt).resolve().name
+        if options.score_only and options.eviction:
+            raise ValueError("--score-only scores one folder: name the method's own folder with --out, no --eviction")
         if options.score_only:
             score_only(options, named)
         else:

@@ -1,12 +1,15 @@
 """A needle in a haystack: one sentence at every depth of a text of every length, 35 x 35 by default.
 
     python eval/needle.py --ckpt exports/llama3-32k --haystack essays.txt --max-length 32000
+    python eval/needle.py --ckpt exports/llama3-32k --haystack essays.txt --eviction snapkv:budget=1024+h2o:budget=1024
     torchrun --nproc-per-node 8 eval/needle.py --ckpt exports/llama3-32k --haystack essays.txt --batch-size 4
 
 The text is cut to the length less 200 tokens, which question and answer need; the needle goes in at its depth, moved
 back to the end of a sentence (at depth 100 it stands at the very end). The score needs no judge and is this
 project's own: the share of the needle's key words that stand in the answer. Predictions are written to --out as they
 come; the same command goes on where a killed run stopped. Then `scores.json` and the heat map `scores.png` follow.
+Each method of --eviction has its own folder in --out, laid out as --out itself, and a table compares them
+(`comparison.md`).
 """
 
 import argparse
@@ -112,21 +115,46 @@ def run(options: argparse.Namespace) -> None:
     )
     depths = [round(depth, 1) for depth in grid(0, 100, options.steps)]
     text = options.haystack.read_text(encoding="utf-8")
-    runner.settle(options.out, {"ckpt": options.ckpt, "haystack": sha256(text.encode()).hexdigest()})
+    settings = {"ckpt": options.ckpt, "haystack": sha256(text.encode()).hexdigest()}
+    runner.settle(options.out, settings)
     model, tokenizer = models.load(options.ckpt)
+    variants = models.variants(model, options.eviction)
     requests = make_requests(tokenizer, text, lengths, depths)
-    predictions = runner.Predictions(options.out, "needle")
-    rows = runner.predict(model, tokenizer, requests, predictions, batch_size=options.batch_size)
-    if rows is None:
+    found = {}
+    for variant in variants:
+        folder = variant.folder(options.out)
+        runner.settle(folder, settings | variant.settings())
+        found[variant] = runner.predict(
+            variant.model,
+            tokenizer,
+            requests,
+            runner.Predictions(folder, "needle"),
+            batch_size=options.batch_size,
+            cache_factory=variant.cache_factory,
+            label=variant.label,
+        )
+    if None in found.values():
         print(f"process {runner.process()[0]} is done; the last one to finish prints the scores", file=sys.stderr)
         return
+    averages = {
+        variant.name: write_scores(rows, lengths, depths, variant.folder(options.out))
+        for variant, rows in found.items()
+    }
+    if len(variants) > 1:
+        table = report.markdown_table(["", "key words, %"], [[name, f"{mean:.2f}"] for name, mean in averages.items()])
+        report.write(options.out / "comparison.md", table + "\n")
+        print(f"\n{table}\nwritten: {options.out}/comparison.md")
+
+
+def write_scores(rows: list[dict], lengths: list[int], depths: list[float], out: Path) -> float:
+    """Write `scores.json` and `scores.png` into `out`, and print and return the average, 0..100."""
     scores = {(row["length"], row["depth"]): score(row["pred"]) for row in rows}
     average = sum(scores.values()) / len(scores)
     cells = [{"length": length, "depth": depth, "score": value} for (length, depth), value in scores.items()]
     content = {"average": round(average, 2), "metric": "share of the needle's key words", "scores": cells}
-    report.write(options.out / "scores.json", json.dumps(content, indent=1) + "\n")
+    report.write(out / "scores.json", json.dumps(content, indent=1) + "\n")
     report.save_heat_map(
-        options.out / "scores.png",
+        out / "scores.png",
         [[scores[length, depth] for length in lengths] for depth in depths],
         [f"{depth:g}" for depth in depths],
         [str(length) for length in lengths],
@@ -135,7 +163,8 @@ def run(options: argparse.Namespace) -> None:
         ylabel="depth in per cent",
     )
     print(f"{average:.2f} % of the needle's key words found, over {len(lengths)} lengths x {len(depths)} depths")
-    print(f"written: {options.out}/scores.json, scores.png")
+    print(f"written: {out}/scores.json, scores.png")
+    return average
 
 
 def main(arguments: list[str]) -> int:
@@ -148,6 +177,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--max-length", type=int, default=32000, help="tokens of the longest prompt (default: 32000)")
     parser.add_argument("--steps", type=int, default=35, help="lengths, and depths (default: 35)")
     parser.add_argument("--batch-size", type=int, default=1, help="prompts generated at once (default: 1)")
+    models.add_eviction(parser)
     parser.add_argument("--out", type=Path, help="where predictions and scores go (default: runs/needle/NAME)")
     options = parser.parse_args(arguments)
     if options.out is None:

@@ -3,17 +3,20 @@
     python eval/passkey.py --ckpt exports/tiny --lengths 256,512,1024
     python eval/passkey.py --ckpt exports/dense exports/tiny --depths 5 --samples 16
     python eval/passkey.py --ckpt exports/llama3-32k --phrase sentence --text book.txt --lengths 4096,16384,32768
+    python eval/passkey.py --ckpt exports/tiny --lengths 512,1016 --eviction snapkv:budget=256+h2o:budget=256
 
-Each prompt is generated from with the model's own cache. Writes passkey.json and passkey.png (a heat map of lengths and
-depths for each model) and prints a table.
+Each prompt is generated from with the model's own cache, and with a cache of each eviction method, where the question
+is in the observation window. Writes passkey.json (by checkpoint and method) and passkey.png (a heat map of lengths and
+depths for each) and prints a table.
 """
 
 import argparse
 import sys
 from pathlib import Path
 
+from pod import eviction
 from pod.evaluation import models, report
-from pod.evaluation.passkey import PHRASES, passkey_accuracy, passkey_prompts
+from pod.evaluation.passkey import PHRASES, generate_greedily, passkey_accuracy, passkey_prompts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))
 
@@ -31,16 +34,24 @@ def numbers(text: str) -> list[int]:
 
 
 def evaluate(
-    ckpts: list[str], text: str, lengths: list[int], depths: int, samples: int, phrase: str, batch_size: int, seed: int
+    ckpts: list[str],
+    text: str,
+    lengths: list[int],
+    depths: int,
+    samples: int,
+    phrase: str,
+    batch_size: int,
+    seed: int,
+    methods: list[eviction.Eviction | eviction.StoragePolicy] | None = None,
 ) -> dict:
-    """Accuracy of each checkpoint.
+    """Accuracy of each checkpoint, without eviction and with each of the methods.
 
     Returns:
-        lengths, depths, and for each checkpoint `accuracy` [lengths][depths], `mean`, and for each prompt its length,
-        distance and score.
+        lengths, depths, and models[checkpoint][method]: `accuracy` [lengths][depths], `mean`, and for each prompt its
+        length, distance and score. The method is "none" without eviction.
 
     Raises:
-        ValueError: a checkpoint, length or phrase that cannot be.
+        ValueError: a checkpoint, length, phrase or method that cannot be.
     """
     if depths < 2 or samples < 1 or batch_size < 1:
         raise ValueError("--depths must be at least 2, --samples and --batch-size at least 1")
@@ -55,30 +66,48 @@ def evaluate(
     }
     for ckpt in ckpts:
         model, tokenizer = models.load(ckpt)
-        accuracy, prompts_written = [], []
-        for length in lengths:
-            prompts = passkey_prompts(tokenizer, text, length, places, samples, phrase, seed=seed)
-            scores = passkey_accuracy(model, tokenizer, prompts, batch_size, label=f"{Path(ckpt).name} at {length}")
-            accuracy.append([sum(scores[d * samples : (d + 1) * samples]) / samples for d in range(depths)])
-            prompts_written += [
-                {"length": length, "depth": p.depth, "distance": p.distance, "score": s}
-                for p, s in zip(prompts, scores, strict=True)
-            ]
-        mean = sum(map(sum, accuracy)) / (len(lengths) * depths)
-        result["models"][ckpt] = {"accuracy": accuracy, "mean": mean, "prompts": prompts_written}
+        prompts = {n: passkey_prompts(tokenizer, text, n, places, samples, phrase, seed=seed) for n in lengths}
+        result["models"][ckpt] = {}
+        for variant in models.variants(model, methods):
+            accuracy, prompts_written = [], []
+
+            def generate(model, input_ids, count, factory=variant.cache_factory):
+                return generate_greedily(model, input_ids, count, factory and factory(model))
+
+            for length, asked in prompts.items():
+                label = f"{label_of(ckpt, variant.name)} at {length}"
+                scores = passkey_accuracy(variant.model, tokenizer, asked, batch_size, generate, label)
+                accuracy.append([sum(scores[d * samples : (d + 1) * samples]) / samples for d in range(depths)])
+                prompts_written += [
+                    {"length": length, "depth": p.depth, "distance": p.distance, "score": s}
+                    for p, s in zip(asked, scores, strict=True)
+                ]
+            mean = sum(map(sum, accuracy)) / (len(prompts) * depths)
+            result["models"][ckpt][variant.name] = {"accuracy": accuracy, "mean": mean, "prompts": prompts_written}
     return result
 
 
+def label_of(ckpt: str, method: str) -> str:
+    """What a table, picture or progress bar calls a checkpoint with an eviction method."""
+    return Path(ckpt).name + ("" if method == models.NO_EVICTION else f", {method}")
+
+
+def by_row(nested: dict[str, dict]) -> dict[str, object]:
+    """[checkpoint][method] -> one entry for each row of a table, by its label."""
+    return {label_of(ckpt, method): values for ckpt, found in nested.items() for method, values in found.items()}
+
+
 def draw(result: dict, path: Path) -> None:
-    """One heat map for each model: lengths down, depths across."""
-    count = len(result["models"])
+    """One heat map for each model and method: lengths down, depths across."""
+    maps = by_row(result["models"])
+    count = len(maps)
     figure = report.figure(1.5 + 0.55 * len(result["depths"]), count * (1.0 + 0.35 * len(result["lengths"])))
-    for index, (ckpt, values) in enumerate(result["models"].items()):
+    for index, (label, values) in enumerate(maps.items()):
         axes = figure.add_subplot(count, 1, index + 1)
         columns = [f"{depth:.0%}" for depth in result["depths"]]
         rows = [str(length) for length in result["lengths"]]
         cells = [[100 * value for value in row] for row in values["accuracy"]]
-        report.heat_map(axes, cells, rows, columns, f"{Path(ckpt).name}: pass-key digits right, %")
+        report.heat_map(axes, cells, rows, columns, f"{label}: pass-key digits right, %")
         axes.set(xlabel="depth of the key", ylabel="tokens")
     figure.savefig(path, dpi=150)
 
@@ -91,6 +120,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--samples", type=int, default=8, help="prompts for each length and depth (8)")
     parser.add_argument("--phrase", choices=list(PHRASES), default="key", help="how keys are stated and asked for")
     parser.add_argument("--text", type=Path, nargs="+", help="UTF-8 files to hide keys in (held-out Python modules)")
+    models.add_eviction(parser)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=report.default_folder("passkey"), help="folder of what is written")
@@ -106,6 +136,7 @@ def main(arguments: list[str] | None = None) -> int:
             options.phrase,
             options.batch_size,
             options.seed,
+            options.eviction,
         )
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -114,8 +145,8 @@ def main(arguments: list[str] | None = None) -> int:
     draw(result, options.out / "passkey.png")
     header = ["model", *(f"{length} tokens" for length in result["lengths"]), "mean"]
     rows = [
-        [Path(ckpt).name, *(f"{sum(row) / len(row):.1%}" for row in values["accuracy"]), f"{values['mean']:.1%}"]
-        for ckpt, values in result["models"].items()
+        [label, *(f"{sum(row) / len(row):.1%}" for row in values["accuracy"]), f"{values['mean']:.1%}"]
+        for label, values in by_row(result["models"]).items()
     ]
     print(report.markdown_table(header, rows))
     print(f"written: {options.out}/passkey.json, {options.out}/passkey.png")

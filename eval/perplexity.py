@@ -3,26 +3,34 @@
     python eval/perplexity.py --ckpt exports/tiny --data data/demo/1024
     python eval/perplexity.py --ckpt exports/dense exports/tiny --text book.txt --length 1024
     python eval/perplexity.py --ckpt exports/tiny --text book.txt --length 8192 --stream 256
+    python eval/perplexity.py --ckpt exports/tiny --text books/*.txt --length all --stream 64 --evicting-only \\
+        --eviction cascade:budget=192,sinks=64+streamingllm:budget=256,sinks=64
 
 `--data` reads the validation split of a prepared directory; `--text` cuts the files into stretches of `--length`
-tokens; without either it is the held-out modules of the standard library. `--stream N` feeds the cache N tokens at a
-time. Writes perplexity.json and perplexity.png (loss by position) and prints a table.
+tokens, or takes each file from beginning to end (`--length all`); without either it is the held-out modules of the
+standard library. `--stream N` feeds the cache N tokens at a time: texts of any length then need the memory of the
+cache, of N tokens, and two numbers for each token (its id and its loss). The cache grows with the text, unless an
+eviction method bounds it; `--evicting-only` leaves out the row whose cache grows. Methods act after every N tokens;
+those that act after a prefill only do nothing with N = 1. Writes perplexity.json (by checkpoint and method) and
+perplexity.png (loss by position) and prints a table.
 """
 
 import argparse
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase
 
+from pod import eviction
 from pod.evaluation import models, report
 from pod.evaluation.perplexity import Perplexity, perplexity
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from passkey import default_text  # noqa: E402
+from passkey import by_row, default_text, label_of  # noqa: E402
 
 
 def stretches(ids: Tensor, length: int, limit: int, batch_size: int) -> Iterator[Tensor]:
@@ -45,25 +53,69 @@ def prepared(path: str, limit: int, batch_size: int) -> Iterator[Tensor]:
         yield torch.stack([dataset[index]["input_ids"] for index in chosen[first : first + batch_size]])
 
 
+def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> Tensor:
+    """A text's ids [N] int64, without special tokens."""
+    return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.long)
+
+
 def evaluate(
-    ckpts: list[str], data: str | None, text: str | None, length: int, limit: int, batch_size: int, stream: int | None
-) -> dict[str, Perplexity]:
-    """Losses of each checkpoint.
+    ckpts: list[str],
+    data: str | None,
+    texts: list[str],
+    length: int | None,
+    limit: int,
+    batch_size: int,
+    stream: int | None,
+    methods: list[eviction.Eviction | eviction.StoragePolicy] | None = None,
+    evicting_only: bool = False,
+) -> dict[str, dict[str, Perplexity]]:
+    """Losses of each checkpoint, without eviction and with each of the methods.
+
+    Args:
+        ckpts: exported models.
+        data: a prepared directory; None takes `texts`.
+        texts: cut into stretches, all of them as one text, or taken each from beginning to end.
+        length: tokens of a stretch; None takes the texts whole, one at a time.
+        limit: at most so many samples, stretches or texts.
+        batch_size: samples or stretches at once.
+        stream: tokens of a chunk that goes through the cache; None takes texts whole.
+        methods: eviction methods.
+        evicting_only: leave out the model without eviction.
+
+    Returns:
+        [checkpoint][method], the method "none" without eviction.
 
     Raises:
-        ValueError: a checkpoint or text that cannot be; the model was trained with another vocabulary than the data.
+        ValueError: a checkpoint, text or method that cannot be; methods without `stream`, `evicting_only` without
+            methods.
     """
-    if length < 2 or limit < 1 or batch_size < 1:
+    if (length is not None and length < 2) or limit < 1 or batch_size < 1:
         raise ValueError("--length must be at least 2, --limit and --batch-size at least 1")
-    results = {}
+    if methods and stream is None:
+        raise ValueError(
+            "--eviction needs --stream N, tokens fed at a time: a text taken whole is over before anything is evicted"
+        )
+    if evicting_only and not methods:
+        raise ValueError("--evicting-only needs --eviction METHOD: nothing is left to run")
+    results: dict[str, dict[str, Perplexity]] = {}
     for ckpt in ckpts:
         model, tokenizer = models.load(ckpt)
-        if data is not None:
-            batches = prepared(data, limit, batch_size)
-        else:
-            ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
-            batches = stretches(ids, length, limit, batch_size)
-        results[ckpt] = perplexity(model, batches, known_bytes(tokenizer), stream, label=Path(ckpt).name)
+        results[ckpt] = {}
+        for variant in models.variants(model, methods)[1 if evicting_only else 0 :]:
+            if data is not None:
+                batches = prepared(data, limit, batch_size)
+            elif length is None:
+                batches = (token_ids(tokenizer, text) for text in texts[:limit])
+            else:
+                batches = stretches(token_ids(tokenizer, "".join(texts)), length, limit, batch_size)
+            results[ckpt][variant.name] = perplexity(
+                variant.model,
+                batches,
+                known_bytes(tokenizer),
+                stream,
+                variant.cache_factory and partial(variant.cache_factory, variant.model),
+                label=label_of(ckpt, variant.name),
+            )
     return results
 
 
@@ -72,12 +124,17 @@ def known_bytes(tokenizer: PreTrainedTokenizerBase) -> float | None:
     return 1.0 if isinstance(tokenizer, ByT5Tokenizer) else None
 
 
-def draw(results: dict[str, Perplexity], path: Path) -> None:
-    """Mean loss by position in the text."""
+def tokens_or_all(text: str) -> int | None:
+    """`1024` -> 1024, `all` -> None."""
+    return None if text == "all" else int(text)
+
+
+def draw(results: dict[str, dict[str, Perplexity]], path: Path) -> None:
+    """Mean loss by position in the text, a curve for each model and method."""
     figure = report.figure(6, 4)
     axes = figure.add_subplot()
-    for ckpt, result in results.items():
-        axes.plot(*result.curve(), label=f"{Path(ckpt).name} ({result.loss:.3f})")
+    for label, result in by_row(results).items():
+        axes.plot(*result.curve(), label=f"{label} ({result.loss:.3f})")
     axes.set(xlabel="position (tokens)", ylabel="nats per token")
     axes.legend()
     figure.savefig(path, dpi=150)
@@ -89,32 +146,48 @@ def main(arguments: list[str] | None = None) -> int:
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--data", help="a prepared directory: its validation split")
     source.add_argument("--text", type=Path, nargs="+", help="UTF-8 files")
-    parser.add_argument("--length", type=int, default=1024, help="tokens of a stretch of --text (1024)")
-    parser.add_argument("--limit", type=int, default=64, help="at most so many samples or stretches (64)")
+    parser.add_argument(
+        "--length",
+        type=tokens_or_all,
+        default=1024,
+        metavar="N",
+        help="tokens of a stretch of --text (1024); `all`: each file from beginning to end",
+    )
+    parser.add_argument("--limit", type=int, default=64, help="at most so many samples, stretches or files (64)")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--stream", type=int, metavar="N", help="through the cache, N tokens at a time")
+    models.add_eviction(parser)
+    parser.add_argument("--evicting-only", action="store_true", help="without the row of no eviction")
     parser.add_argument(
         "--out", type=Path, default=report.default_folder("perplexity"), help="folder of what is written"
     )
     options = parser.parse_args(arguments)
     try:
-        text = None
+        texts = []
         if options.data is None:
-            text = "".join(p.read_text(encoding="utf-8") for p in options.text) if options.text else default_text()
+            texts = [p.read_text(encoding="utf-8") for p in options.text] if options.text else [default_text()]
         results = evaluate(
-            options.ckpt, options.data, text, options.length, options.limit, options.batch_size, options.stream
+            options.ckpt,
+            options.data,
+            texts,
+            options.length,
+            options.limit,
+            options.batch_size,
+            options.stream,
+            options.eviction,
+            options.evicting_only,
         )
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    summary = {ckpt: result.summary() for ckpt, result in results.items()}
+    summary = {ckpt: {name: one.summary() for name, one in found.items()} for ckpt, found in results.items()}
     report.write_json(options.out / "perplexity.json", {"stream": options.stream, "models": summary})
     draw(results, options.out / "perplexity.png")
     rows = []
-    for ckpt, result in results.items():
+    for label, result in by_row(results).items():
         tokens = f"{result.count.sum():,}"
         bits = "" if result.bits_per_byte is None else f"{result.bits_per_byte:.4f}"
-        rows.append([Path(ckpt).name, tokens, f"{result.loss:.4f}", f"{result.perplexity:.3f}", bits])
+        rows.append([label, tokens, f"{result.loss:.4f}", f"{result.perplexity:.3f}", bits])
     print(report.markdown_table(["model", "tokens", "nats/token", "perplexity", "bits/byte"], rows))
     print(f"written: {options.out}/perplexity.json, {options.out}/perplexity.png")
     return 0

@@ -2,11 +2,13 @@
 
     python eval/ruler.py --ckpt exports/llama3-32k --haystack essays.txt --lengths 4096 8192 16384 32768
     python eval/ruler.py --ckpt exports/tiny --tasks niah_single_1 --lengths 1024 2048 --samples 20
+    python eval/ruler.py --ckpt exports/tiny --tasks niah_single_1 --eviction snapkv:budget=256+cake:budget=256
     torchrun --nproc-per-node 8 eval/ruler.py --ckpt exports/llama3-32k --tasks vt cwe fwe --lengths 131072
 
 Predictions are written to --out as they come; the same command goes on where a killed run stopped. When all are there,
-the table is printed and written as `scores.json`, `scores.md` and `scores.png`. Five needle tasks hide their needles in
---haystack; qa_1 and qa_2 need the files of SQuAD 2.0 and HotpotQA (distractor setting).
+the table is printed and written as `scores.json`, `scores.md` and `scores.png`. Each method of --eviction has its own
+folder in --out, laid out as --out itself, and a table of averages compares them (`comparison.md`). Five needle tasks
+hide their needles in --haystack; qa_1 and qa_2 need the files of SQuAD 2.0 and HotpotQA (distractor setting).
 """
 
 import argparse
@@ -25,26 +27,50 @@ def run(options: argparse.Namespace) -> None:
     read |= {"squad": ruler.read_squad, "hotpotqa": ruler.read_hotpotqa}
     sources = {need: read[need](files[need]) for need in {ruler.TASKS[task].needs for task in tasks} - {None}}
     texts = {name: sha256(path.read_bytes()).hexdigest() for name, path in files.items() if path is not None}
-    runner.settle(options.out, {"ckpt": options.ckpt, "seed": options.seed, **texts})
+    settings = {"ckpt": options.ckpt, "seed": options.seed, **texts}
+    runner.settle(options.out, settings)
     model, tokenizer = models.load(options.ckpt)
+    variants = models.variants(model, options.eviction)
+    for variant in variants:
+        runner.settle(variant.folder(options.out), settings | variant.settings())
     keys = {}
     for length in options.lengths:
         for task in tasks:
             source = sources.get(ruler.TASKS[task].needs)
             requests = ruler.make_requests(tokenizer, task, length, options.samples, seed=options.seed, source=source)
             keys[task, length] = [request.key for request in requests]
-            predictions = runner.Predictions(options.out, f"{task}-{length}")
-            runner.predict(model, tokenizer, requests, predictions, batch_size=options.batch_size)
-    rows = {set_: runner.Predictions(options.out, "{}-{}".format(*set_)).merge(names) for set_, names in keys.items()}
-    if not all(rows.values()):
-        print(f"process {runner.process()[0]} is done; the last one to finish prints the scores", file=sys.stderr)
-        return
-    scores = {task: {length: ruler.score(task, rows[task, length]) for length in options.lengths} for task in tasks}
-    write_scores(scores, options)
+            for variant in variants:
+                runner.predict(
+                    variant.model,
+                    tokenizer,
+                    requests,
+                    runner.Predictions(variant.folder(options.out), f"{task}-{length}"),
+                    batch_size=options.batch_size,
+                    cache_factory=variant.cache_factory,
+                    label=variant.label,
+                )
+    found = {}
+    for variant in variants:
+        folder = variant.folder(options.out)
+        rows = {set_: runner.Predictions(folder, "{}-{}".format(*set_)).merge(names) for set_, names in keys.items()}
+        if not all(rows.values()):
+            print(f"process {runner.process()[0]} is done; the last one to finish prints the scores", file=sys.stderr)
+            return
+        scores = {task: {length: ruler.score(task, rows[task, length]) for length in options.lengths} for task in tasks}
+        found[variant.name] = write_scores(scores, options, folder)
+    if len(variants) > 1:
+        lines = [[name, *(f"{averages[n]:.2f}" for n in options.lengths)] for name, averages in found.items()]
+        table = report.markdown_table(["average with", *map(str, options.lengths)], lines)
+        report.write(options.out / "comparison.md", table + "\n")
+        print(f"\n{table}\nwritten: {options.out}/comparison.md")
 
 
-def write_scores(scores: dict[str, dict[int, float]], options: argparse.Namespace) -> None:
-    """Print the table and write `scores.json`, `scores.md` and `scores.png`; scores: task -> length -> 0..100."""
+def write_scores(scores: dict[str, dict[int, float]], options: argparse.Namespace, out: Path) -> dict[int, float]:
+    """Print the table and write `scores.json`, `scores.md` and `scores.png`; scores: task -> length -> 0..100.
+
+    Returns:
+        length -> average.
+    """
     lengths = options.lengths
     averages = {length: sum(row[length] for row in scores.values()) / len(scores) for length in lengths}
     lines = [f"| task | {' | '.join(str(length) for length in lengths)} |", "|---|" + "--:|" * len(lengths)]
@@ -52,10 +78,10 @@ def write_scores(scores: dict[str, dict[int, float]], options: argparse.Namespac
         lines.append(f"| {name} | {' | '.join(f'{row[length]:.2f}' for length in lengths)} |")
     table = "\n".join(lines)
     result = {"samples": options.samples, "seed": options.seed, "scores": scores, "averages": averages}
-    report.write(options.out / "scores.json", json.dumps(result, indent=2) + "\n")
-    report.write(options.out / "scores.md", table + "\n")
+    report.write(out / "scores.json", json.dumps(result, indent=2) + "\n")
+    report.write(out / "scores.md", table + "\n")
     report.save_heat_map(
-        options.out / "scores.png",
+        out / "scores.png",
         [[row[length] for length in lengths] for row in scores.values()],
         list(scores),
         [str(length) for length in lengths],
@@ -64,7 +90,8 @@ def write_scores(scores: dict[str, dict[int, float]], options: argparse.Namespac
         ylabel="task",
     )
     print(table)
-    print(f"written: {options.out}/scores.json, scores.md, scores.png")
+    print(f"written: {out}/scores.json, scores.md, scores.png")
+    return averages
 
 
 def main(arguments: list[str]) -> int:
@@ -91,6 +118,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--hotpotqa", type=Path, help="HotpotQA's hotpot_dev_distractor_v1.json, for qa_2")
     parser.add_argument("--seed", type=int, default=0, help="of everything random (default: 0)")
     parser.add_argument("--batch-size", type=int, default=1, help="prompts generated at once (default: 1)")
+    models.add_eviction(parser)
     parser.add_argument("--out", type=Path, help="where predictions and scores go (default: runs/ruler/NAME)")
     options = parser.parse_args(arguments)
     if options.out is None:

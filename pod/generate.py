@@ -15,9 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 from pod import eviction as methods
-from pod.blocks import LayerBlocks
 from pod.cache import PodCache
-from pod.model import convert
+from pod.evaluation.models import as_pod
 
 
 def generate(
@@ -49,10 +48,7 @@ def generate(
         tokenizer = AutoTokenizer.from_pretrained(ckpt)
     except OSError as error:
         raise ValueError(f"--ckpt {ckpt}: no model and tokenizer can be loaded from there ({error})") from error
-    if not hasattr(model.config, "share"):
-        # A dense model is the case of blocks of one layer: the same code, the same cache.
-        model = convert(model, LayerBlocks.dense(model.config.num_hidden_layers, model.config.num_key_value_heads))
-    model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    model = as_pod(model).to("cuda" if torch.cuda.is_available() else "cpu").eval()
     inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=tokenizer.bos_token_id is not None)
     length = inputs.input_ids.shape[1]
     if length == 0:

@@ -1,13 +1,21 @@
-"""Load what `--ckpt` names, and measure what its cache holds."""
+"""Load what `--ckpt` names, run it with the methods that `--eviction` names, and measure what a cache holds."""
 
+import argparse
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, PreTrainedModel, PreTrainedTokenizerBase
 
-import pod  # noqa: F401  registers the PoD models
+from pod import eviction
+from pod.blocks import LayerBlocks
 from pod.cache import PodCache
+from pod.model import convert
+
+NO_EVICTION = "none"
 
 
 def load(ckpt: str, device: str | None = None, dtype: str = "auto") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -35,6 +43,98 @@ def load(ckpt: str, device: str | None = None, dtype: str = "auto") -> tuple[Pre
         count = torch.cuda.device_count()
         device = f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % count}" if count else "cpu"
     return model.to(device).eval(), tokenizer
+
+
+@dataclass(frozen=True, eq=False)
+class Variant:
+    """A model with one eviction method, or with none.
+
+    Attributes:
+        name: the method's text, which results are kept under; "none" without one.
+        model: what to run. Without a method it is the model as loaded, with one a PoD model on the same weights.
+        method: which tokens the cache keeps; None leaves the cache to the model.
+    """
+
+    name: str
+    model: PreTrainedModel
+    method: eviction.Eviction | eviction.StoragePolicy | None = None
+
+    @property
+    def cache_factory(self) -> Callable[[PreTrainedModel], PodCache] | None:
+        """model -> an empty cache with the method, one for each batch; None without a method.
+
+        The factory raises ValueError where the budget is below what the method always keeps in the model.
+        """
+        return None if self.method is None else lambda model: PodCache(model.config, eviction=self.method)
+
+    @property
+    def label(self) -> str:
+        """What a progress bar puts after the name of a set; nothing without a method."""
+        return "" if self.method is None else f" {self.name}"
+
+    def folder(self, out: Path) -> Path:
+        """Where results of this method go: `out` itself without one, else a folder in it."""
+        return out if self.method is None else out / self.name.replace(":", "-")
+
+    def settings(self) -> dict[str, str]:
+        """What results depend on beside the checkpoint; empty without a method, as before there were any."""
+        return {} if self.method is None else {"eviction": self.name}
+
+
+def as_pod(model: PreTrainedModel) -> PreTrainedModel:
+    """A PoD model with the same weights, none of them copied; a dense one gets blocks of one layer.
+
+    Raises:
+        ValueError: the family is not supported.
+    """
+    if hasattr(model.config, "share"):
+        return model
+    config = model.config
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return convert(model, LayerBlocks.dense(config.num_hidden_layers, heads))
+
+
+def variants(model: PreTrainedModel, methods: list[eviction.Eviction | eviction.StoragePolicy] | None) -> list[Variant]:
+    """The model without eviction, then with each of the methods.
+
+    Raises:
+        ValueError: two equal methods, a family that is not supported, a budget below what is always kept.
+    """
+    found = [Variant(NO_EVICTION, model)]
+    if methods:
+        converted = as_pod(model)
+        found += [Variant(eviction.unparse(method), converted, method) for method in methods]
+    names = [one.name for one in found]
+    for one in found:
+        if names.count(one.name) > 1:
+            raise ValueError(f"the eviction method {one.name} is named twice")
+        if one.cache_factory is not None:
+            one.cache_factory(one.model)  # a budget that cannot be is found before hours of work
+    return found
+
+
+class _Methods(argparse.Action):
+    """`list` prints the methods and ends, whatever other options are missing."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: str, option_string: str | None = None):
+        if values == "list":
+            print(eviction.describe())
+            parser.exit()
+        try:
+            setattr(namespace, self.dest, eviction.parse_all(values))
+        except ValueError as error:
+            raise argparse.ArgumentError(self, str(error)) from error
+
+
+def add_eviction(parser: argparse.ArgumentParser) -> None:
+    """Give a parser `--eviction`: a list of methods, None when it is left out."""
+    parser.add_argument(
+        "--eviction",
+        action=_Methods,
+        metavar="METHOD",
+        help="also with a cache that keeps some tokens only, such as snapkv:budget=256,window=16; several methods are "
+        "separated by +; `list` shows all",
+    )
 
 
 def cache_bytes(cache: Cache) -> int:

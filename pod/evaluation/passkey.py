@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 DIGITS = 5
 # (the line that states a key, how the prompt ends). `key` is what the demo's models are trained on.
@@ -128,8 +128,8 @@ def _place(lines: list[list[int]], depth: float) -> int:
     return min(range(len(ends)), key=lambda index: abs(ends[index] - depth * ends[-1]))
 
 
-def generate_greedily(model: PreTrainedModel, input_ids: Tensor, count: int) -> Tensor:
-    """[B, T] -> the next `count` tokens [B, count], greedily, with the model's own default cache."""
+def generate_greedily(model: PreTrainedModel, input_ids: Tensor, count: int, cache: Cache | None = None) -> Tensor:
+    """[B, T] -> the next `count` tokens [B, count], greedily, with `cache` or the model's own default cache."""
     output = model.generate(
         input_ids,
         attention_mask=torch.ones_like(input_ids),
@@ -138,6 +138,7 @@ def generate_greedily(model: PreTrainedModel, input_ids: Tensor, count: int) -> 
         do_sample=False,
         num_beams=1,
         pad_token_id=0,
+        past_key_values=cache,
     )
     return output[:, input_ids.shape[1] :]
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-# Logits of so many positions are in memory at once.
+# Logits of so many tokens, of all rows together, are in memory at once.
 POSITIONS = 1024
 
 
@@ -69,7 +69,7 @@ def decoder_states(model: PreTrainedModel, input_ids: Tensor, **kwargs) -> Tenso
 
 
 def token_losses(head: nn.Module, hidden_states: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy of every position in nats, float32, with few positions' logits in memory at once.
+    """Cross-entropy of every position in nats, float32, with the logits of `POSITIONS` tokens in memory at once.
 
     Args:
         head: hidden -> vocab.
@@ -79,10 +79,11 @@ def token_losses(head: nn.Module, hidden_states: Tensor, targets: Tensor) -> Ten
     Returns:
         [B, T].
     """
+    size = max(1, POSITIONS // len(targets))
     return torch.cat(
         [
             nn.functional.cross_entropy(head(states).float().transpose(1, 2), wanted, reduction="none")
-            for states, wanted in zip(hidden_states.split(POSITIONS, 1), targets.split(POSITIONS, 1), strict=True)
+            for states, wanted in zip(hidden_states.split(size, 1), targets.split(size, 1), strict=True)
         ],
         dim=1,
     )
@@ -104,16 +105,19 @@ def perplexity(
         texts: token ids [T] or [B, T] each, T >= 2.
         bytes_per_token: bytes that a token stands for, where that is one number (1.0 for byte tokenizers).
         stream: feed a text through the cache in chunks of so many tokens instead of whole, so that memory is the
-            cache's; None takes each text in one forward without a cache.
+            cache's and one chunk's (beside 8 bytes for each token's loss); None takes each text in one forward
+            without a cache. Each chunk is a prefill: a method that evicts after a prefill does so after every chunk.
         new_cache: makes the cache of a streamed text; the model's own default otherwise.
         states: (model, input_ids, **kwargs) -> hidden states.
         label: of the progress bar.
 
     Raises:
-        ValueError: a text of fewer than 2 tokens; `stream` below 1.
+        ValueError: a text of fewer than 2 tokens; `stream` below 1; `new_cache` without `stream`.
     """
     if stream is not None and stream < 1:
         raise ValueError(f"stream is {stream}: at least 1 token a chunk")
+    if stream is None and new_cache is not None:
+        raise ValueError("a text that is taken whole passes no cache: set stream, tokens of a chunk")
     head = model.get_output_embeddings()
     sums: list[Tensor] = []
     counts: list[Tensor] = []

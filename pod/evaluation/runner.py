@@ -116,6 +116,7 @@ def predict(
     *,
     batch_size: int = 1,
     cache_factory: Callable[[PreTrainedModel], Any] | None = None,
+    label: str = "",
 ) -> list[dict[str, Any]] | None:
     """Generate greedily for all requests that have no prediction yet.
 
@@ -129,6 +130,7 @@ def predict(
         predictions: where they are written.
         batch_size: requests generated at once.
         cache_factory: model -> `past_key_values` of a new batch; None leaves the cache to the model.
+        label: what the progress bar says after the set's name.
 
     Returns:
         The rows `{"key", "pred", **record}` in the requests' order; None where other processes are not done yet.
@@ -152,7 +154,7 @@ def predict(
     own.sort(key=lambda pair: (pair[1].stop_at_newline, pair[1].max_new_tokens, -len(pair[0]), pair[1].key))
     with tqdm(
         total=sum(len(ids) for ids, _ in own),
-        desc=f"{predictions.name} ({len(own)} of {len(requests)})",
+        desc=f"{predictions.name}{label} ({len(own)} of {len(requests)})",
         unit="tok",
         unit_scale=True,
         disable=rank != 0,

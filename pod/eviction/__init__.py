@@ -75,6 +75,23 @@ def parse_all(text: str) -> list[Eviction | StoragePolicy]:
     return [parse(part) for part in text.split("+")]
 
 
+def unparse(method: Eviction | StoragePolicy) -> str:
+    """The shortest text of which `parse` makes an equal method: results are kept under it.
+
+    Raises:
+        ValueError: the method is none of `METHODS`.
+    """
+    names = [name for name, known in METHODS.items() if type(method) is known]
+    if not names:
+        raise ValueError(f"{method!r} has no text; there are {', '.join(METHODS)}")
+    settings = ",".join(
+        f"{one.name}={str(getattr(method, one.name)).lower()}"
+        for one in fields(method)
+        if one.default is MISSING or getattr(method, one.name) != one.default
+    )
+    return f"{names[0]}:{settings}"
+
+
 def describe() -> str:
     """A line for each method, its parameters and their defaults: what `--eviction list` prints."""
     lines = []
@@ -129,4 +146,5 @@ __all__ = [
     "describe",
     "parse",
     "parse_all",
+    "unparse",
 ]

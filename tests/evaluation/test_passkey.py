@@ -208,7 +208,7 @@ def test_passkey_script(ckpt, tmp_path):
     done = run_script("passkey.py", "--ckpt", ckpt, *options)
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "out" / "passkey.json").read_text())
-    values = result["models"][str(ckpt)]
+    values = result["models"][str(ckpt)]["none"]
     assert [len(row) for row in values["accuracy"]] == [3, 3]
     assert len(values["prompts"]) == 2 * 3 * 2
     assert values["mean"] == pytest.approx(sum(p["score"] for p in values["prompts"]) / 12)
@@ -226,7 +226,7 @@ def test_perplexity_script(ckpt, tmp_path):
     streamed = run_script("perplexity.py", "--ckpt", ckpt, *options, "--stream", 10, "--out", tmp_path / "streamed")
     assert whole.returncode == streamed.returncode == 0, whole.stderr + streamed.stderr
     first, second = (
-        json.loads((tmp_path / name / "perplexity.json").read_text())["models"][str(ckpt)]
+        json.loads((tmp_path / name / "perplexity.json").read_text())["models"][str(ckpt)]["none"]
         for name in ("whole", "streamed")
     )
     assert first["tokens"] == 5 * 63

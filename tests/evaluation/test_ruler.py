@@ -259,8 +259,9 @@ def test_scores():
 
 
 def test_the_table_has_an_average(tmp_path, capsys):
-    options = argparse.Namespace(lengths=[512, 1024], out=tmp_path, samples=3, seed=0)
-    load_script("ruler").write_scores({"vt": {512: 50.0, 1024: 0.0}, "cwe": {512: 100.0, 1024: 25.0}}, options)
+    options = argparse.Namespace(lengths=[512, 1024], samples=3, seed=0)
+    scores = {"vt": {512: 50.0, 1024: 0.0}, "cwe": {512: 100.0, 1024: 25.0}}
+    assert load_script("ruler").write_scores(scores, options, tmp_path) == {512: 75.0, 1024: 12.5}
     assert "| average | 75.00 | 12.50 |" in capsys.readouterr().out
     assert json.loads((tmp_path / "scores.json").read_text())["averages"] == {"512": 75.0, "1024": 12.5}
 

@@ -1,0 +1,259 @@
+"""Quality against kept bytes: every eviction method at several budgets, on a dense and a PoD model, one curve each.
+
+    python eval/trade_off.py --ckpt checkpoints/tiny-base checkpoints/tiny/export
+    python eval/trade_off.py --ckpt exports/dense exports/pod --methods snapkv:window=16+cascade --budgets 128,256,512
+
+Quality is pass-key accuracy (the question is in the observation window) and bits per byte of held-out text that goes
+through the cache --stream tokens at a time. Bytes are measured on the cache's storages at the end of a prompt with its
+answer, and at the end of a text. A budget counts every kept token: Cascade's sinks, which come on top of its own
+budget, are taken off it, so that all methods keep equally many. Writes trade_off.json after every point, then
+trade_off.md and trade_off.png; the same command goes on where a killed run stopped, and one with more methods,
+budgets or checkpoints keeps the points that are there.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from pod import eviction
+from pod.cache import PodCache
+from pod.evaluation import models, report, runner
+from pod.evaluation.passkey import PHRASES, generate_greedily, passkey_accuracy, passkey_prompts
+from pod.evaluation.perplexity import perplexity
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from passkey import default_text, label_of, numbers  # noqa: E402
+from perplexity import stretches, token_ids  # noqa: E402
+
+# As many sinks in the two that keep them, so that only what they keep of the rest differs.
+METHODS = "snapkv+h2o+tova+cake+streamingllm:sinks=16+cascade:sinks=16"
+
+Method = eviction.Eviction | eviction.StoragePolicy
+
+
+def with_budget(text: str, budget: int) -> Method:
+    """The method of `snapkv:window=16`, keeping `budget` tokens in all.
+
+    Raises:
+        ValueError: as `pod.eviction.parse`; the text already has a budget.
+    """
+    method = eviction.parse(f"{text}{',' if ':' in text else ':'}budget={budget}")
+    if isinstance(method, eviction.Cascade):
+        if budget <= method.sinks:
+            raise ValueError(f"{text}: a budget of {budget} tokens must be larger than the {method.sinks} sinks in it")
+        method = replace(method, budget=budget - method.sinks)
+    return method
+
+
+def planned(
+    loaded: dict[str, PreTrainedModel], methods: list[str], budgets: list[int]
+) -> list[tuple[str, str, int | None, models.Variant]]:
+    """(checkpoint, method, budget, variant) of every point; without eviction first, method "none" and budget None.
+
+    Raises:
+        ValueError: a method or budget that cannot be, in any of the models; the same point twice.
+    """
+    points = []
+    for ckpt, model in loaded.items():
+        keys = [(text, budget) for text in methods for budget in budgets]
+        variants = models.variants(models.as_pod(model), [with_budget(*key) for key in keys])
+        points += [(ckpt, *key, one) for key, one in zip([(models.NO_EVICTION, None), *keys], variants, strict=True)]
+    return points
+
+
+class Kept:
+    """Makes caches and remembers how many bytes per row each of them held at the end of its use.
+
+    Args:
+        method: the eviction method; None keeps every token.
+    """
+
+    def __init__(self, method: Method | None) -> None:
+        self.method = method
+        self.cache: PodCache | None = None
+        self.sizes: list[float] = []
+
+    def new_cache(self, model: PreTrainedModel, length: int) -> PodCache:
+        """An empty cache for `length` tokens: it need not grow, so nothing in it is unused growth."""
+        self.measure()
+        self.cache = PodCache(model.config, max_length=length, eviction=self.method)
+        return self.cache
+
+    def measure(self) -> float:
+        """Mean bytes per row of the caches up to now, the last of which is not used any more."""
+        if self.cache is not None:
+            self.sizes.append(models.cache_bytes(self.cache) / self.cache.batch_size)
+            self.cache = None
+        return sum(self.sizes) / max(1, len(self.sizes))
+
+
+def measure(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    method: Method | None,
+    options: argparse.Namespace,
+    label: str,
+) -> dict[str, float]:
+    """One point.
+
+    Returns:
+        passkey (0..1), bits_per_byte, nats_per_token, and per row of a batch: passkey_bytes, text_bytes and what a
+        dense model keeps of as many tokens without eviction, passkey_dense_bytes and text_dense_bytes.
+    """
+    depths = [index / (options.depths - 1) for index in range(options.depths)]
+    length = options.length
+    prompts = passkey_prompts(tokenizer, text, length, depths, options.samples, options.phrase, seed=options.seed)
+    ids = token_ids(tokenizer, text)
+    config = model.config
+    token_bytes = (
+        2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * torch.finfo(model.dtype).bits // 8
+    )
+    new_tokens = []
+
+    def generate(model: PreTrainedModel, input_ids: torch.Tensor, count: int) -> torch.Tensor:
+        new_tokens.append(count)
+        return generate_greedily(model, input_ids, count, asked.new_cache(model, length + count))
+
+    asked, streamed = Kept(method), Kept(method)
+    scores = passkey_accuracy(model, tokenizer, prompts, options.batch_size, generate, f"{label}: pass keys")
+    losses = perplexity(
+        model,
+        stretches(ids, length, options.texts, options.batch_size),
+        len(text.encode()) / len(ids),
+        options.stream,
+        lambda: streamed.new_cache(model, length - 1),
+        label=f"{label}: text",
+    )
+    return {
+        "passkey": sum(scores) / len(scores),
+        "bits_per_byte": losses.bits_per_byte,
+        "nats_per_token": losses.loss,
+        "passkey_bytes": asked.measure(),
+        "passkey_dense_bytes": token_bytes * (length + max(new_tokens)),
+        "text_bytes": streamed.measure(),
+        "text_dense_bytes": token_bytes * (length - 1),
+    }
+
+
+def run(options: argparse.Namespace) -> list[dict]:
+    """Measure what is not there yet, and write all; returns the points asked for.
+
+    Raises:
+        ValueError: an option that cannot be, or results of other settings in --out.
+    """
+    if options.depths < 2 or min(options.samples, options.texts, options.batch_size, options.stream) < 1:
+        raise ValueError("--depths must be at least 2, --samples, --texts, --batch-size and --stream at least 1")
+    text = "".join(path.read_text(encoding="utf-8") for path in options.text) if options.text else default_text()
+    names = ("length", "depths", "samples", "texts", "stream", "phrase", "seed")
+    settings = {name: getattr(options, name) for name in names} | {"text": sha256(text.encode()).hexdigest()}
+    runner.settle(options.out, settings)
+    loaded = {ckpt: models.load(ckpt) for ckpt in options.ckpt}
+    wanted = planned({ckpt: one for ckpt, (one, _) in loaded.items()}, options.methods.split("+"), options.budgets)
+    path = options.out / "trade_off.json"
+    points = json.loads(path.read_text(encoding="utf-8"))["points"] if path.exists() else []
+    done = {(point["ckpt"], point["eviction"]): point for point in points}
+    rows = []
+    with tqdm(wanted, desc="points", unit=" points") as bar:
+        for ckpt, method, budget, variant in bar:
+            key = (ckpt, variant.name)
+            if key not in done:
+                label = label_of(ckpt, variant.name)
+                found = measure(variant.model, loaded[ckpt][1], text, variant.method, options, label)
+                done[key] = {"ckpt": ckpt, "eviction": variant.name, **found}
+                report.write_json(path, {"settings": settings, "points": list(done.values())})
+            rows.append({**done[key], "method": method, "budget": budget})
+    return rows
+
+
+def table(rows: list[dict]) -> str:
+    """A row for each point; pass-key accuracy also as a share of the first checkpoint's without eviction."""
+    first = rows[0]["passkey"]
+    lines = []
+    for row in rows:
+        share = row["passkey"] / first if first else float("nan")
+        lines.append(
+            [
+                label_of(row["ckpt"], row["eviction"]),
+                "all" if row["budget"] is None else str(row["budget"]),
+                f"{row['passkey_bytes']:,.0f}",
+                f"{row['passkey_bytes'] / row['passkey_dense_bytes']:.1%}",
+                f"{row['passkey']:.1%}",
+                f"{share:.3f}",
+                f"{row['text_bytes'] / row['text_dense_bytes']:.1%}",
+                f"{row['bits_per_byte']:.4f}",
+            ]
+        )
+    name = Path(rows[0]["ckpt"]).name
+    header = ["", "tokens kept", "bytes", "of dense", "pass-key digits", f"of {name}", "streamed: of dense"]
+    return report.markdown_table([*header, "bits/byte"], lines)
+
+
+def draw(rows: list[dict], path: Path) -> None:
+    """Two panels, pass keys and bits per byte against the share of dense bytes kept; one curve per model and method."""
+    figure = report.figure(13, 5)
+    ckpts = list(dict.fromkeys(row["ckpt"] for row in rows))
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    panels: list[tuple[str, str, Callable[[dict], float]]] = [
+        ("passkey", "pass-key digits right, %", lambda row: 100 * row["passkey"]),
+        ("text", "bits per byte", lambda row: row["bits_per_byte"]),
+    ]
+    for index, (kind, title, value) in enumerate(panels):
+        axes = figure.add_subplot(1, 2, index + 1)
+        for ckpt in ckpts:
+            for number, method in enumerate(methods):
+                mine = [row for row in rows if (row["ckpt"], row["method"]) == (ckpt, method)]
+                curve = sorted((100 * row[f"{kind}_bytes"] / row[f"{kind}_dense_bytes"], value(row)) for row in mine)
+                style = ("-", "--", ":", "-.")[ckpts.index(ckpt) % 4]
+                axes.plot(
+                    *zip(*curve, strict=True), style, marker="o", color=f"C{number}", label=label_of(ckpt, method)
+                )
+        axes.set(xlabel="bytes kept, % of a dense cache", ylabel=title)
+        axes.grid(alpha=0.3)
+    axes.legend(fontsize=7, bbox_to_anchor=(1.02, 1), loc="upper left")
+    figure.savefig(path, dpi=150, bbox_inches="tight")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ckpt", nargs="+", required=True, help="models, the one to compare with first: DENSE POD")
+    parser.add_argument(
+        "--methods", default=METHODS, metavar="METHODS", help=f"eviction methods without budgets ({METHODS})"
+    )
+    parser.add_argument("--budgets", type=numbers, default=[64, 128, 256], help="tokens kept (64,128,256)")
+    parser.add_argument("--length", type=int, default=1016, help="tokens of a prompt, and of a text (1016)")
+    parser.add_argument("--depths", type=int, default=9, help="depths of the keys, from beginning to end (9)")
+    parser.add_argument("--samples", type=int, default=8, help="prompts for each depth (8)")
+    parser.add_argument("--texts", type=int, default=32, help="texts for the bits per byte (32)")
+    parser.add_argument("--stream", type=int, default=64, metavar="N", help="tokens of a text fed at a time (64)")
+    parser.add_argument("--phrase", choices=list(PHRASES), default="key", help="how keys are stated and asked for")
+    parser.add_argument("--text", type=Path, nargs="+", help="UTF-8 files for both (held-out Python modules)")
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--out", type=Path, default=report.default_folder("trade_off"), help="folder of what is written"
+    )
+    options = parser.parse_args(arguments)
+    try:
+        rows = run(options)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    found = table(rows)
+    report.write(options.out / "trade_off.md", found + "\n")
+    draw(rows, options.out / "trade_off.png")
+    print(found)
+    print(f"written: {options.out}/trade_off.json, trade_off.md, trade_off.png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,415 @@
+"""Eviction methods in the evaluation scripts: the caches, where results go, streams in bounded memory, trade-offs."""
+
+import importlib
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import pod
+from pod import eviction
+from pod.evaluation import models, runner
+from pod.evaluation.perplexity import perplexity
+
+ROOT = Path(__file__).parents[2]
+TEXT = "".join(f"def function_{n}(x):\n    return x * {n % 7}\n\n" for n in range(60))
+STORY = "The old clock had stopped. Nobody knew why or when. They left it as it was. "
+SNAPKV = "snapkv:budget=48,window=8"
+H2O = "h2o:budget=48"
+
+
+def script(name):
+    """A module of eval/, as `python eval/NAME.py` finds its neighbours."""
+    if str(ROOT / "eval") not in sys.path:
+        sys.path.insert(0, str(ROOT / "eval"))
+    spec = importlib.util.spec_from_file_location(f"eval_{name}", ROOT / "eval" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def dense_model():
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=259,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def dense():
+    return dense_model()
+
+
+@pytest.fixture(scope="module")
+def dense_ckpt(dense, tokenizer, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ckpt") / "dense"
+    dense.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.py"
+    path.write_text(TEXT)
+    return path
+
+
+# ---------------------------------------------------------------------- names, models, command lines
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        SNAPKV,
+        "snapkv:budget=48,pooling=avg",
+        "h2o:budget=9,recent=3",
+        "tova:budget=7,query_aware=false",
+        "cake:budget=64,gamma=5.5",
+        "streamingllm:budget=9,positions=absolute",
+        "cascade:budget=12,sinks=2,num_cascades=3,head_reduction=mean",
+    ],
+)
+def test_a_methods_text_reads_back(text):
+    method = eviction.parse(text)
+    name, _, settings = eviction.unparse(method).partition(":")
+    assert name == text.partition(":")[0]
+    assert set(settings.split(",")) == set(text.partition(":")[2].split(","))
+    assert eviction.parse(eviction.unparse(method)) == method
+
+
+def test_defaults_are_left_out_and_a_nameless_method_is_refused():
+    assert eviction.unparse(eviction.parse("snapkv:window=32,budget=256,kernel_size=7")) == "snapkv:budget=256"
+    with pytest.raises(ValueError, match="has no text"):
+        eviction.unparse(eviction.Combined(64, eviction.SnapKV(64), eviction.CAKE(64)))
+
+
+def test_a_dense_model_stays_itself_and_is_converted_on_the_same_weights(dense, model):
+    plain, evicting = models.variants(dense, eviction.parse_all(SNAPKV))
+    assert plain.model is dense and plain.name == "none" and plain.cache_factory is None
+    assert evicting.model.config.blocks.is_dense
+    assert evicting.model.lm_head.weight.data_ptr() == dense.lm_head.weight.data_ptr()
+    first, second = (evicting.cache_factory(evicting.model) for _ in range(2))
+    assert first is not second and first.eviction == eviction.SnapKV(48, window=8)
+    assert models.as_pod(model) is model
+    assert plain.folder(Path("out")) == Path("out")
+    assert evicting.folder(Path("out")) == Path("out/snapkv-budget=48,window=8")
+
+
+def test_variants_that_cannot_be(model):
+    with pytest.raises(ValueError, match="snapkv:budget=64 is named twice"):
+        models.variants(model, eviction.parse_all("snapkv:budget=64+snapkv:window=32,budget=64"))
+    with pytest.raises(ValueError, match="budget"):  # the model's 2 sinks come on top of the window
+        models.variants(model, eviction.parse_all("snapkv:budget=8,window=8"))
+
+
+@pytest.mark.parametrize("name", ["passkey", "perplexity", "longbench", "ruler", "needle"])
+def test_every_script_lists_the_methods_and_names_the_closest(name, capsys):
+    with pytest.raises(SystemExit) as ended:
+        script(name).main(["--eviction", "list"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == eviction.describe() + "\n"
+    with pytest.raises(SystemExit) as ended:
+        script(name).main(["--ckpt", "x", "--eviction", f"{SNAPKV}+snapvk:budget=4"])
+    assert ended.value.code == 2
+    assert "did you mean 'snapkv'" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------- pass keys
+
+
+def test_passkey_rows_by_checkpoint_and_method(ckpt, dense_ckpt, text, tmp_path, capsys, monkeypatch):
+    passkey = script("passkey")
+    used = []
+
+    def generate(model, ids, count, cache):
+        new = plain(model, ids, count, cache)
+        used.append((hasattr(model.config, "share"), cache))
+        return new
+
+    plain = passkey.generate_greedily
+    monkeypatch.setattr(passkey, "generate_greedily", generate)
+    arguments = ["--ckpt", str(ckpt), str(dense_ckpt), "--lengths", "150", "--depths", "2", "--samples", "2"]
+    arguments += ["--batch-size", "3", "--text", str(text), "--out", str(tmp_path), "--eviction", f"{SNAPKV}+{H2O}"]
+    assert passkey.main(arguments) == 0
+    # Two batches for each of none, SnapKV, H2O, and for each of two checkpoints; a cache is never used twice.
+    assert [(is_pod, cache and type(cache.eviction).__name__) for is_pod, cache in used] == [
+        (is_pod or bool(method), method)
+        for is_pod in (True, False)
+        for method in (None, "SnapKV", "H2O")
+        for _ in range(2)
+    ]
+    caches = [cache for _, cache in used if cache is not None]
+    assert len(set(map(id, caches))) == 8
+    assert all(int((cache.positions(0) >= 0).sum(-1).max()) <= 48 + 7 for cache in caches)
+    found = json.loads((tmp_path / "passkey.json").read_text())["models"]
+    assert {name: list(values) for name, values in found.items()} == {
+        str(one): ["none", SNAPKV, H2O] for one in (ckpt, dense_ckpt)
+    }
+    assert (tmp_path / "passkey.png").stat().st_size > 1000
+    printed = capsys.readouterr().out
+    assert f"| dense, {SNAPKV} " in printed and "| tiny  " in printed
+
+
+# ---------------------------------------------------------------------- streams
+
+
+METHODS = [
+    SNAPKV,
+    H2O,
+    "tova:budget=48",
+    "cake:budget=48,window=8",
+    "streamingllm:budget=48,sinks=4",
+    "cascade:budget=40,sinks=8",
+    "cascade:budget=40,sinks=8,stride=5",
+]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("is_dense", [True, False])
+def test_a_stream_has_the_loss_of_a_plain_loop(method, is_dense, dense, model):
+    chosen = models.as_pod(dense) if is_dense else model
+    ids = torch.randint(3, 259, (2, 131), generator=torch.Generator().manual_seed(5))
+    cache, nats = pod.PodCache(chosen.config, eviction=eviction.parse(method)), 0.0
+    with torch.no_grad():
+        for start in range(0, 130, 16):
+            part = ids[:, start : min(start + 16, 130)]
+            logits = chosen(part, past_key_values=cache).logits.double()
+            for row in range(2):
+                for place in range(part.shape[1]):
+                    nats -= float(logits[row, place].log_softmax(-1)[ids[row, start + place + 1]])
+    (variant,) = models.variants(chosen, [eviction.parse(method)])[1:]
+    result = perplexity(chosen, [ids], stream=16, new_cache=lambda: variant.cache_factory(chosen))
+    assert float(result.nats.sum()) == pytest.approx(nats, rel=1e-5)
+    whole = perplexity(chosen, [ids])
+    assert abs(whole.loss - result.loss) > 1e-4  # something was evicted
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_memory_does_not_grow_over_a_stream(method, model, monkeypatch):
+    monkeypatch.setattr("pod.evaluation.perplexity.POSITIONS", 24)
+    cache = pod.PodCache(model.config, eviction=eviction.parse(method))
+    sizes, logits = [], []
+
+    def counted(module, args, output):
+        logits.append(output.shape[:-1].numel())
+
+    def measured(module, args, kwargs, output):
+        assert output.last_hidden_state.shape[1] <= 16
+        sizes.append((cache.nbytes(), sum(one.untyped_storage().nbytes() for one in cache.storages())))
+
+    hooks = [
+        model.lm_head.register_forward_hook(counted),
+        model.base_model.register_forward_hook(measured, with_kwargs=True),
+    ]
+    ids = torch.randint(3, 259, (2, 641), generator=torch.Generator().manual_seed(6))
+    try:
+        perplexity(model, [ids], stream=16, new_cache=lambda: cache)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert cache.get_seq_length() == 640 and len(sizes) == 40
+    assert all(claimed == real for claimed, real in sizes)
+    # Ragged heads hold now a few of their own recent keys more, now fewer; a trend there must not be.
+    settled = [size for size, _ in sizes[5:]]
+    if method.startswith(("streamingllm", "cascade", "h2o", "tova")):
+        assert len(set(settled)) == 1
+    assert max(settled) <= 1.1 * min(settled)
+    assert max(settled[18:]) <= 1.02 * max(settled[:18])
+    assert max(logits) <= 24 and sum(logits) == 2 * 640
+
+
+def test_perplexity_script_streams_whole_files(dense_ckpt, text, tmp_path, capsys):
+    perplexity_script = script("perplexity")
+    other = tmp_path / "other.py"
+    other.write_text(TEXT[:301])
+    methods = "streamingllm:budget=32+cascade:budget=24,sinks=8"
+    arguments = ["--ckpt", str(dense_ckpt), "--text", str(other), str(text), "--out", str(tmp_path / "out")]
+    arguments += ["--length", "all", "--stream", "50", "--eviction", methods]
+    assert perplexity_script.main([*arguments, "--evicting-only"]) == 0
+    (found,) = json.loads((tmp_path / "out" / "perplexity.json").read_text())["models"].values()
+    assert list(found) == ["streamingllm:budget=32", "cascade:budget=24,sinks=8"]
+    assert all(one["tokens"] == 300 + len(TEXT) - 1 for one in found.values())
+    assert perplexity_script.main([*arguments, "--limit", "1"]) == 0
+    (found,) = json.loads((tmp_path / "out" / "perplexity.json").read_text())["models"].values()
+    assert list(found) == ["none", "streamingllm:budget=32", "cascade:budget=24,sinks=8"]
+    assert len({one["loss"] for one in found.values()}) == 3
+    # Without eviction it is the stock model's own loss.
+    ids = torch.tensor(list(TEXT[:301].encode()))[None] + 3
+    logits = dense_model()(ids).logits[0, :-1].detach().double()
+    assert found["none"]["loss"] == pytest.approx(float(nn.functional.cross_entropy(logits, ids[0, 1:])), rel=1e-5)
+    assert found["none"]["bits_per_byte"] == pytest.approx(found["none"]["loss"] / math.log(2))
+    assert "| dense, cascade:budget=24,sinks=8 |" in capsys.readouterr().out
+    assert perplexity_script.main([*arguments[:5], "--eviction", methods]) == 2
+    assert "--eviction needs --stream N" in capsys.readouterr().err
+    assert perplexity_script.main([*arguments[:5], "--stream", "5", "--evicting-only"]) == 2
+    assert "--evicting-only needs --eviction" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------- benchmarks of generated text
+
+
+@pytest.mark.parametrize("name", ["needle", "ruler", "longbench"])
+def test_a_folder_for_each_method(name, ckpt, model, tokenizer, tmp_path, capsys, monkeypatch):
+    story = tmp_path / "story.txt"
+    story.write_text(STORY * 20)
+    data = tmp_path / "data"
+    data.mkdir()
+    sample = {
+        "context": STORY * 4,
+        "input": "why?",
+        "answers": ["clock"],
+        "all_classes": None,
+        "length": 60,
+        "_id": "a",
+    }
+    (data / "hotpotqa.jsonl").write_text(json.dumps(sample) + "\n")
+    runs = {
+        "needle": (["--haystack", str(story), "--min-length", "420", "--max-length", "420", "--steps", "1"], "needle"),
+        "ruler": (["--tasks", "niah_single_1", "--lengths", "480", "--samples", "1"], "niah_single_1-480"),
+        "longbench": (["--tasks", "hotpotqa", "--data", str(data), "--max-length", "200"], "hotpotqa"),
+    }
+    more, set_ = runs[name]
+    main, out = script(name).main, tmp_path / name
+    arguments = ["--ckpt", str(ckpt), "--out", str(out), *more]
+    assert main(arguments) == 0
+    plain = (out / f"{set_}.jsonl").read_bytes()
+    made = []
+    generate = runner._generate
+
+    def counted(model, tokenizer, batch, cache_factory):
+        texts = generate(model, tokenizer, batch, cache_factory)
+        made.append((batch[0], cache_factory, texts))
+        return texts
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "_generate", counted)
+        assert main([*arguments, "--eviction", f"{SNAPKV}+{H2O}"]) == 0
+        # What had been predicted without eviction is not made again, nor is anything in a second run.
+        assert len(made) == 2
+        assert main([*arguments, "--eviction", f"{SNAPKV}+{H2O}"]) == 0
+        assert len(made) == 2
+    assert (out / f"{set_}.jsonl").read_bytes() == plain
+    assert "eviction" not in json.loads((out / "settings.json").read_text())
+    for method, ((ids, request), _, texts) in zip((SNAPKV, H2O), made, strict=True):
+        folder = out / method.replace(":", "-")
+        assert json.loads((folder / "settings.json").read_text())["eviction"] == method
+        assert (folder / "scores.json").exists()
+        (row,) = [json.loads(line) for line in (folder / f"{set_}.jsonl").read_text().splitlines()]
+        # The same tokens as a plain loop with that cache.
+        cache, new, given = pod.PodCache(model.config, eviction=eviction.parse(method)), [], torch.tensor([ids])
+        with torch.no_grad():
+            while len(new) < request.max_new_tokens and 1 not in new:
+                given = model(given, past_key_values=cache).logits[:, -1:].argmax(-1)
+                new.append(int(given))
+        assert row["pred"] == texts[0] == tokenizer.decode(new, skip_special_tokens=True)
+    compared = (out / "comparison.md").read_text()
+    assert SNAPKV in compared and H2O in compared and "none" in compared
+    assert compared.strip() in capsys.readouterr().out
+
+
+def test_score_only_takes_one_folder(tmp_path, capsys):
+    assert script("longbench").main(["--out", str(tmp_path), "--score-only", "--eviction", SNAPKV]) == 2
+    assert "--score-only scores one folder" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------- quality against bytes
+
+
+def test_every_method_keeps_the_budget_in_all():
+    trade_off = script("trade_off")
+    for text in trade_off.METHODS.split("+"):
+        method = trade_off.with_budget(text, 64)
+        assert method.budget + (16 if isinstance(method, eviction.Cascade) else 0) == 64
+    assert {text.split(":")[0] for text in trade_off.METHODS.split("+")} == set(eviction.METHODS)
+    with pytest.raises(ValueError, match="larger than the 64 sinks"):
+        trade_off.with_budget("cascade", 64)
+    with pytest.raises(ValueError, match="given twice"):
+        trade_off.with_budget("snapkv:budget=9", 64)
+
+
+def test_the_trade_off_goes_on_where_it_was_killed(ckpt, dense_ckpt, text, tmp_path, capsys, monkeypatch):
+    trade_off = script("trade_off")
+    out = tmp_path / "out"
+    arguments = [
+        "--ckpt",
+        str(dense_ckpt),
+        str(ckpt),
+        "--methods",
+        "snapkv:window=8+cascade:sinks=4",
+        "--length",
+        "150",
+    ]
+    arguments += ["--depths", "2", "--samples", "1", "--texts", "2", "--stream", "32", "--text", str(text)]
+    arguments += ["--out", str(out), "--budgets", "40,80"]
+    measure, calls = trade_off.measure, []
+
+    def killed(*given):
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        calls.append(given[-1])
+        return measure(*given)
+
+    monkeypatch.setattr(trade_off, "measure", killed)
+    with pytest.raises(KeyboardInterrupt):
+        trade_off.main(arguments)
+    before = json.loads((out / "trade_off.json").read_text())["points"]
+    assert len(before) == 4
+    monkeypatch.setattr(trade_off, "measure", lambda *given: calls.append(given[-1]) or measure(*given))
+    assert trade_off.main(arguments) == 0
+    points = json.loads((out / "trade_off.json").read_text())["points"]
+    assert points[:4] == before and len(points) == 10 == len(calls) == len(set(calls))
+    names = ["none", *(f"snapkv:budget={n},window=8" for n in (40, 80)), "cascade:budget=36,sinks=4"]
+    names.append("cascade:budget=76,sinks=4")
+    assert [(p["ckpt"], p["eviction"]) for p in points] == [(str(c), n) for c in (dense_ckpt, ckpt) for n in names]
+    # Bytes: without eviction the cache's formula, 150 tokens and 8 new ones (the last is never stored, but has room).
+    plain = {p["ckpt"]: p for p in points if p["eviction"] == "none"}
+    assert (
+        plain[str(dense_ckpt)]["passkey_bytes"] == plain[str(dense_ckpt)]["passkey_dense_bytes"] == 2 * 4 * 8 * 4 * 158
+    )
+    shared = models.load(str(ckpt))[0].config
+    assert plain[str(ckpt)]["text_bytes"] == pod.PodCache(shared).expected_nbytes(149, itemsize=4)
+    assert plain[str(ckpt)]["text_dense_bytes"] == 2 * 4 * 8 * 4 * 149
+    for small, large in zip(points, points[1:], strict=False):
+        if "=40" in small["eviction"] or "=36" in small["eviction"]:
+            assert small["text_bytes"] < large["text_bytes"] < plain[small["ckpt"]]["text_bytes"]
+    # Quality: the plain row is the model's own loss on the same texts.
+    ids = script("perplexity").token_ids(models.load(str(dense_ckpt))[1], TEXT)
+    (rows,) = script("perplexity").stretches(ids, 150, 2, 8)
+    logits = dense_model()(rows).logits[:, :-1].detach().double()
+    loss = float(nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()))
+    assert plain[str(dense_ckpt)]["bits_per_byte"] == pytest.approx(loss / math.log(2), rel=1e-5)
+    printed = capsys.readouterr().out
+    assert (out / "trade_off.md").read_text() in printed
+    assert "dense, cascade:budget=36,sinks=4" in printed
+    assert (out / "trade_off.png").stat().st_size > 1000
+    # Another method only adds its own points; other settings are not mixed in.
+    assert trade_off.main([*arguments, "--methods", "h2o", "--budgets", "40"]) == 0
+    assert len(calls) == 12
+    assert trade_off.main([*arguments, "--seed", "1"]) == 2
+    assert "with seed 0, now it is 1" in capsys.readouterr().err
+    for change, message in [
+        (["--budgets", "4"], "snapkv|SnapKV"),
+        (["--budgets", "40,40"], "named twice"),
+        (["--methods", "snapvk"], "did you mean"),
+        (["--depths", "1"], "--depths must be at least 2"),
+    ]:
+        assert trade_off.main([*arguments, *change]) == 2
+        error = capsys.readouterr().err
+        assert any(part in error for part in message.split("|")), error
+    assert len(calls) == 12
