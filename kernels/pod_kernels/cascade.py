@@ -219,6 +219,12 @@ class CascadeState:
         """All of it."""
         return [self.positions, self.rings] + ([] if self.scores is None else [self.scores])
 
+    def part(self, heads: slice) -> "CascadeState":
+        """Views of the state of some heads."""
+        return CascadeState(
+            self.positions[heads], None if self.scores is None else self.scores[heads], self.rings[heads]
+        )
+
     def select(self, rows: Tensor) -> "CascadeState":
         """The state of the rows `rows` [n]."""
         scores = None if self.scores is None else self.scores[:, rows]
