@@ -22,6 +22,9 @@ from pod_kernels import Segments
 from pod_kernels.cascade import Cascades, CascadeState, Plan
 from pod_kernels.slots import BlockAnchor, OwnKeys, rotated, rotated_pieces, slot_attention
 
+# Steps of decoding that are planned at once.
+STEPS_AHEAD = 64
+
 
 @dataclass
 class Scoring:
@@ -49,7 +52,8 @@ class Step:
         seen: [B or 1] tokens before the forward.
         counts: [B or 1] real tokens.
         plan: of the insertion.
-        ranks: [B or 1, N, c] of `Cascades.ranks`.
+        seen_rows: `seen` on the host.
+        ranks: [B or 1, N, c] of `Cascades.ranks`, once the first layer has asked.
         angles: cos and sin [B or 1, T, D / 2] of the new tokens; None without rotation.
         table: cos and sin [.., D / 2] by place; None without rotation.
         decay: [T] each query's factor in the scores; None without scores.
@@ -63,6 +67,7 @@ class Step:
     seen: Tensor
     counts: Tensor
     plan: Plan
+    seen_rows: np.ndarray
     ranks: Tensor | None
     angles: tuple[Tensor, Tensor] | None
     table: tuple[Tensor, Tensor] | None
@@ -185,8 +190,8 @@ class SlotStore(Store):
         rows = slice(0, 1) if is_alike else slice(None)
         seen, counts = np.array(self._seen[rows]), np.array(new[rows])
         cascades = self.cascades
-        plan = cascades.plan(seen, counts, count, device)
-        ranks = cascades.ranks(seen, device) if self.rotates else None
+        plan = self._plan_ahead(seen, device) if count == 1 == min(new) else cascades.plan(seen, counts, count, device)
+        seen_rows = seen
         used = min(max(self._seen), cascades.slots)
         seen, counts = torch.from_numpy(seen).to(device), torch.from_numpy(counts).to(device)
         kept = seen.clamp(max=cascades.slots)
@@ -210,7 +215,8 @@ class SlotStore(Store):
             seen=seen,
             counts=counts,
             plan=plan,
-            ranks=ranks,
+            seen_rows=seen_rows,
+            ranks=None,
             angles=angles,
             table=table,
             decay=decay,
@@ -233,6 +239,8 @@ class SlotStore(Store):
         keeps_logits = bool(goes_on) and q.shape[3] == 1 and self.config.share == "scores"
         ranks, keys = None, [stored.keys.rectangle[:, :, : step.used]] if num_anchors else []
         if num_anchors and self.rotates:
+            if step.ranks is None:
+                step.ranks = self.cascades.ranks(step.seen_rows, k.device)
             ranks = stored.state.ranks(self.cascades, step.ranks)[..., : step.used]
             keys = rotated_pieces(keys[0], ranks, *step.table)
         keys = chain(keys, [k[:num_anchors]])
@@ -361,11 +369,28 @@ class SlotStore(Store):
         self._step: Step | None = None
         self._state: CascadeState | None = None
         self._pending: list[Pending] = []
+        self._plans: tuple[np.ndarray, Plan] | None = None
         self._open: dict[tuple[int, int], OpenBlock] = {}
         self._unit_index: dict[int, Tensor] = {}
         self._table: tuple[Tensor, Tensor] | None = None
 
     # ------------------------------------------------------------------ parts of a forward
+
+    def _plan_ahead(self, seen: np.ndarray, device: torch.device) -> Plan:
+        """The plan of one token in each row, made for several steps of decoding at once: all depends on counts only."""
+        rows = len(seen)
+        first, plan = self._plans or (seen, None)
+        ahead = int(seen[0] - first[0]) if len(first) == rows else -1
+        if (
+            plan is None
+            or not 0 <= ahead < STEPS_AHEAD
+            or (seen != first + ahead).any()
+            or plan.tokens.device != device
+        ):
+            each = (np.arange(STEPS_AHEAD)[:, None] + seen).reshape(-1)
+            first, plan, ahead = seen, self.cascades.plan(each, np.ones_like(each), 1, device), 0
+            self._plans = first, plan
+        return plan.rows(ahead * rows, (ahead + 1) * rows)
 
     def _insert(self, state: CascadeState, sums: Tensor | None) -> Tensor:
         """Update the scores of the anchor heads of `state`, then add the new tokens; their slots [A, B, T]."""
