@@ -235,14 +235,6 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: --batch and --rounds are at least 1, --lengths at least {SHORTEST}", file=sys.stderr)
         return 2
     dtype = getattr(torch, options.dtype or ("bfloat16" if options.device == "cuda" else "float32"))
-    results = []
-    with torch.no_grad():
-        for length in options.lengths:
-            for run in SUITES[options.suite]:
-                seconds, pairs = run(options.device, dtype, options.batch, length, options.rounds)
-                measured = {"tokens": length, "what": run.__name__, "ratios": ratios(seconds, pairs)}
-                results.append(measured | {"seconds": seconds})
-    path = options.out / f"speed-{options.suite}.json"
     facts = {
         "suite": options.suite,
         "device": torch.cuda.get_device_name() if options.device == "cuda" else options.device,
@@ -251,7 +243,16 @@ def main(arguments: list[str] | None = None) -> int:
         "batch": options.batch,
         "shared_keys": 2 * shared_blocks().kv_saving,
     }
-    report.write_json(path, facts | {"results": results})
+    path = options.out / f"speed-{options.suite}.json"
+    results = []
+    for length in options.lengths:
+        for run in SUITES[options.suite]:
+            with torch.no_grad():
+                seconds, pairs = run(options.device, dtype, options.batch, length, options.rounds)
+            measured = {"tokens": length, "what": run.__name__, "ratios": ratios(seconds, pairs)}
+            results.append(measured | {"seconds": seconds})
+            # Written as it grows: a long run that is stopped has not been for nothing.
+            report.write_json(path, facts | {"results": results})
     print(table(results))
     print(f"written: {path}")
     return 0
