@@ -11,7 +11,7 @@ from each row's first real token. Blocks of one layer make this an ordinary cach
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from pod.eviction.base import Eviction
 from pod.eviction.manager import EvictingStorage
 from pod.eviction.storage import Rotary, StoragePolicy, Store, strides
 from pod_kernels import LayerSegments, Segments, cached_attention, shared_score_attention
+from pod_kernels.cached import Masks
 
 
 @dataclass
@@ -35,6 +36,7 @@ class Step:
         length: the longest row after it.
         even: every row has the same tokens, none of them padding.
         is_first: the cache was empty.
+        masks: what the layers' attention has in common.
     """
 
     positions: Tensor
@@ -42,6 +44,7 @@ class Step:
     length: int
     even: bool
     is_first: bool
+    masks: Masks = field(default_factory=dict)
 
 
 class PodCache(Cache):
@@ -368,16 +371,11 @@ class PodCache(Cache):
             out = self._evicting.attend(layer, q, k, v, q_distant, k_distant, scale)
             return out if step.is_first or not v.requires_grad else _CacheBoundary.apply(out, v)
         count = q.shape[2]
-        self._reserve(step.length, k)
+        # Several queries of a filled cache still need ring entries that their own keys will push out.
+        is_single = count == 1
+        new_keys = self.write(layer, k, v, near=is_single or step.is_first)
         segments = self._segments[layer]
-        order = list(segments.order)
-        anchors = segments.num_anchors
-        stored_k = k.detach().transpose(0, 1)[order]  # [H_kv, B, T, D] in storage order
-        stored_v = v.detach().transpose(0, 1)[order]
-        self._write(segments.values, stored_v, step)
-        self._write(segments.keys, stored_k[:anchors], step)
         if step.is_first:
-            self._write_near(segments, stored_k[anchors:], step)
             real = None if step.even else (step.positions >= 0).sum(dim=1)
             return shared_score_attention(
                 q,
@@ -391,27 +389,48 @@ class PodCache(Cache):
                 lengths=real,
             )
         q = q.detach()
-        shared = order[anchors:]
-        single = count == 1
-        uses_scores = single and self.config.share == "scores"
-        if single:
-            self._write_near(segments, stored_k[anchors:], step)
+        shared = segments.order[segments.num_anchors :]
+        uses_scores = is_single and self.config.share == "scores"
         out = cached_attention(
             q,
             segments,
             positions=step.positions,
-            lengths=step.positions[:, -1].clamp(min=-1) + 1 if single else step.before,
+            lengths=step.positions[:, -1] + 1 if is_single else step.before,
             length=step.length,
+            is_even=step.even,
             scores=self._scores(q) if uses_scores else None,
             score_heads=self._score_heads[layer],
             q_distant=None if uses_scores or not shared else (q if q_distant is None else q_distant.detach()),
             distant_keys=() if uses_scores else tuple(self._anchor_keys(layer, head) for head in shared),
-            new_keys=None if single or not shared else stored_k[anchors:].transpose(0, 1),
+            new_keys=None if is_single or not shared else new_keys.transpose(0, 1),
             scale=scale,
+            masks=step.masks,
         )
-        if not single:
-            self._write_near(segments, stored_k[anchors:], step)
+        if not is_single:
+            self._write_near(segments, new_keys, step)
         return out if not v.requires_grad else _CacheBoundary.apply(out, v)
+
+    def write(self, layer: int, k: Tensor, v: Tensor, near: bool = True) -> Tensor:
+        """Store one layer's keys and values of the forward that `begin` opened; `attend` calls it.
+
+        Args:
+            layer: index of the layer.
+            k, v: [B, H_kv, T, D].
+            near: also the other heads' own keys, the last ones of which push out older ones.
+
+        Returns:
+            [S, B, T, D] the own keys of the heads that are no anchors.
+        """
+        step = self._step
+        self._reserve(step.length, k)
+        segments = self._segments[layer]
+        stored_k = segments.stored(k.detach().transpose(0, 1))  # [H_kv, B, T, D]
+        own = stored_k[segments.num_anchors :]
+        self._write(segments.values, segments.stored(v.detach().transpose(0, 1)), step)
+        self._write(segments.keys, stored_k[: segments.num_anchors], step)
+        if near:
+            self._write_near(segments, own, step)
+        return own
 
     # ------------------------------------------------------------------ rows
 
@@ -568,6 +587,13 @@ class PodCache(Cache):
             return
         data = segments.near.rectangle
         positions = step.positions
+        if new.shape[2] == 1 and step.even:
+            place = step.length - 1
+            slot = place
+            if place >= segments.sink_size:
+                slot = segments.sink_size + (place - segments.sink_size) % segments.ring_size
+            data[:, :, slot : slot + 1] = new
+            return
         if new.shape[2] == 1 and not step.is_first:
             rows = torch.arange(new.shape[1], device=new.device)
             data[:, rows, segments.near_slots(positions[:, 0])] = new[:, :, 0]

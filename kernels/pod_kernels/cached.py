@@ -19,6 +19,8 @@ from pod_kernels.segments import LayerSegments, Segments
 # Logits that one chunk of queries may materialise; 2**25 float32 numbers are 128 MiB.
 MAX_LOGITS = 2**25
 
+Masks = dict[str | tuple[str, int], Tensor]  # masks and indices that all layers of one forward share
+
 
 def reference_cached_attention(
     q: Tensor,
@@ -96,12 +98,14 @@ def cached_attention(
     positions: Tensor,
     lengths: Tensor,
     length: int,
+    is_even: bool = False,
     scores: Tensor | None = None,
     score_heads: tuple[int, ...] = (),
     q_distant: Tensor | None = None,
     distant_keys: tuple[tuple[Segments, int], ...] = (),
     new_keys: Tensor | None = None,
     scale: float | None = None,
+    masks: Masks | None = None,
     return_lse: bool = False,
     return_gate: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
@@ -117,6 +121,7 @@ def cached_attention(
         positions: [B, T] int64, each query's position in its row, -1 for padding.
         lengths: [B] int64, tokens that `layer.near` was written with.
         length: N, one more than the largest position.
+        is_even: the last query of every row is at position N - 1. One query then needs neither mask nor index.
         scores: the cache's workspace [H_kv, B, G, T, >= N] float32. Anchor heads write their logits into it, the other
             heads read those of their anchor. None: the other heads compute them from `q_distant` and `distant_keys`.
         score_heads: the KV heads among the anchors whose logits a later layer reads.
@@ -124,6 +129,7 @@ def cached_attention(
         distant_keys: for each of the S other heads, in storage order, the anchor's key segments and the head in them.
         new_keys: [B, S, T, D] the other heads' own keys of the queries' tokens, when not yet in `layer.near`.
         scale: factor on every logit; D ** -0.5 when None.
+        masks: what all layers of a forward have in common is kept here: an empty dictionary for every forward.
         return_lse, return_gate: also return [B, H, T] float32 each, as `shared_score_attention` does.
 
     Returns:
@@ -136,62 +142,74 @@ def cached_attention(
     kv_heads, anchors = len(layer.order), layer.num_anchors
     groups = heads // kv_heads
     scale = dim**-0.5 if scale is None else scale
-    order = torch.tensor(layer.order, device=q.device)
-    inverse = torch.argsort(order)
+    masks = {} if masks is None else masks
+    has_shared = anchors < kv_heads
+    # One query that sees all there is: what is proximal lies in two or three runs.
+    in_runs = is_even and count == 1 and new_keys is None
 
     def grouped(tensor: Tensor) -> Tensor:  # [B, H, T, D] -> [H_kv, B, G, T, D] in storage order
-        return tensor.view(batch, kv_heads, groups, count, dim).transpose(0, 1)[order]
+        return layer.stored(tensor.view(batch, kv_heads, groups, count, dim).transpose(0, 1))
 
     q = grouped(q)
     q_distant = grouped(q_distant)[anchors:] if q_distant is not None else None
     values = layer.values.rectangle[:, :, :length]
     near_keys = near_positions = None
-    if anchors < kv_heads:
+    if has_shared:
         near_keys = layer.near.rectangle
-        near_positions = layer.near_positions(lengths)
         if new_keys is not None:
             near_keys = torch.cat([near_keys, new_keys.transpose(0, 1)], dim=2)
-            near_positions = torch.cat([near_positions, positions], dim=1)
+        if not in_runs:
+            if "near" not in masks:
+                known = layer.near_positions(lengths)
+                masks["near"] = known if new_keys is None else torch.cat([known, positions], dim=1)
+            near_positions = masks["near"]
 
-    column = torch.arange(length, device=q.device)
+    # What is no proximal key of its query is written to one spare column, so that no mask is turned into indices.
+    width = length + (has_shared and not in_runs)
     chunk = max(1, min(count, MAX_LOGITS // max(1, batch * heads * length)))
     pieces = []
     for first in range(0, count, chunk):
         part = slice(first, first + chunk)
         at = positions[:, part]
-        logits = q.new_empty(kv_heads, batch, groups, at.shape[1], length, dtype=torch.float32)
+        logits = q.new_empty(kv_heads, batch, groups, at.shape[1], width, dtype=torch.float32)
         if anchors:
-            own = _products(q[:anchors, :, :, part], layer.keys.rectangle[:, :, :length])
-            logits[:anchors] = own.float() * scale
+            _products(q[:anchors, :, :, part], layer.keys.rectangle[:, :, :length], scale, logits[:anchors])
             for place in range(anchors):
                 if scores is not None and layer.order[place] in score_heads:
-                    scores[layer.order[place], ..., part, :length] = logits[place]
-        if anchors < kv_heads:
-            if scores is not None:
-                logits[anchors:] = scores[order[anchors:], ..., part, :length]
-            else:
+                    scores[layer.order[place], ..., part, :length] = logits[place, ..., :length]
+        if has_shared:
+            if scores is None:
                 for place, (segments, index) in enumerate(distant_keys):
                     keys = segments.rectangle[index : index + 1, :, :length]
                     query = q_distant[place : place + 1, :, :, part]
-                    logits[anchors + place] = _products(query, keys)[0].float() * scale
-            own = _products(q[anchors:, :, :, part], near_keys).float() * scale
-            _put_proximal(logits[anchors:], own, at, near_positions, layer)
-        # A single query sees all that its row holds; rows of different lengths, and several queries, need the mask.
-        seen = column <= at[..., None]
-        logits = logits.masked_fill(~seen[None, :, None], torch.finfo(torch.float32).min)
+                    _products(query, keys, scale, logits[anchors + place : anchors + place + 1])
+            else:
+                for place in range(anchors, kv_heads):
+                    logits[place, ..., :length] = scores[layer.order[place], ..., part, :length]
+            own = _products(q[anchors:, :, :, part], near_keys, scale)
+            if in_runs:
+                for position, slot, run in layer.proximal_runs(length):
+                    logits[anchors:, ..., position : position + run] = own[..., slot : slot + run]
+            else:
+                _put_proximal(logits[anchors:], own, at, near_positions, layer, masks, chunk == count)
+        if not in_runs:
+            logits.masked_fill_(_hidden(at, width, masks, chunk == count), torch.finfo(torch.float32).min)
         weights = torch.softmax(logits, dim=-1)
-        out = weights.to(values.dtype).flatten(2, 3) @ values
-        out = out.unflatten(2, (groups, -1)).masked_fill((at < 0)[None, :, None, :, None], 0)
+        out = (weights[..., :length].to(values.dtype).flatten(2, 3) @ values).unflatten(2, (groups, -1))
+        if not in_runs:
+            out = out.masked_fill((at < 0)[None, :, None, :, None], 0)
         lse = gate = out.new_empty(0)
         if return_lse:
             lse = torch.logsumexp(logits, dim=-1).masked_fill((at < 0)[None, :, None], -torch.inf)
         if return_gate:
+            column = torch.arange(width, device=q.device)
             is_distant = (column >= layer.sink_size) & (column <= at[..., None] - layer.recent_size)
             gate = 1 - (weights * is_distant[None, :, None]).sum(dim=-1)
         pieces.append((out, lse, gate))
 
     def joined(tensors: list[Tensor], dim: int) -> Tensor:  # [H_kv, B, G, t, ..] pieces -> [B, H, T, ..]
-        return torch.cat(tensors, dim=dim)[inverse].transpose(0, 1).flatten(1, 2)
+        whole = tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=dim)
+        return layer.by_head(whole).transpose(0, 1).flatten(1, 2)
 
     out = joined([piece[0] for piece in pieces], 3)
     lse = joined([piece[1] for piece in pieces], 3) if return_lse else out
@@ -199,19 +217,44 @@ def cached_attention(
     return _results(out, lse, gate, return_lse, return_gate)
 
 
-def _products(queries: Tensor, keys: Tensor) -> Tensor:
-    """[h, B, G, t, D] queries with [h, B, N, D] keys -> [h, B, G, t, N], the keys read in place."""
-    products = queries.flatten(2, 3) @ keys.transpose(2, 3)
-    return products.unflatten(2, queries.shape[2:4])
+def _products(queries: Tensor, keys: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
+    """[h, B, G, t, D] queries with [h, B, N, D] keys -> [h, B, G, t, N] float32 logits, the keys read in place.
+
+    `out` [h, B, G, t, N or more] takes them in its first columns.
+    """
+    products = (queries.flatten(2, 3) @ keys.transpose(2, 3)).unflatten(2, queries.shape[2:4])
+    if out is None:
+        return products.float().mul_(scale)
+    return torch.mul(products.float(), scale, out=out[..., : keys.shape[2]])
 
 
-def _put_proximal(logits: Tensor, own: Tensor, positions: Tensor, near_positions: Tensor, layer: LayerSegments) -> None:
-    """Overwrite the proximal columns of `logits` [S, B, G, t, N] with the layer's own [S, B, G, t, M]."""
-    key, query = near_positions[:, None, :], positions[..., None]
-    proximal = (key < layer.sink_size) | (query - key < layer.recent_size)
-    is_used = (key >= 0) & (key <= query) & proximal
-    # What is not used is written to one spare column, so that no mask has to be turned into indices.
-    spare = logits.shape[-1]
-    index = torch.where(is_used, key, spare)[None, :, None].expand(own.shape)
-    padded = torch.nn.functional.pad(logits, (0, 1))
-    logits.copy_(padded.scatter_(-1, index, own)[..., :spare])
+def _hidden(positions: Tensor, width: int, masks: Masks, keep: bool) -> Tensor:
+    """[1, B, 1, t, width] bool, the columns that a query at its position [B, t] does not see."""
+    hidden = masks.get(("hidden", width))
+    if hidden is None:
+        column = torch.arange(width, device=positions.device)
+        hidden = (column > positions[..., None])[None, :, None]
+        if keep:
+            masks["hidden", width] = hidden
+    return hidden
+
+
+def _put_proximal(
+    logits: Tensor,
+    own: Tensor,
+    positions: Tensor,
+    near_positions: Tensor,
+    layer: LayerSegments,
+    masks: Masks,
+    keep: bool,
+) -> None:
+    """Overwrite the proximal columns of `logits` [S, B, G, t, N + 1] with the layer's own [S, B, G, t, M]."""
+    index = masks.get("index")
+    if index is None:
+        key, query = near_positions[:, None, :], positions[..., None]
+        proximal = (key < layer.sink_size) | (query - key < layer.recent_size)
+        is_used = (key >= 0) & (key <= query) & proximal
+        index = torch.where(is_used, key, logits.shape[-1] - 1)[None, :, None]
+        if keep:
+            masks["index"] = index
+    logits.scatter_(-1, index.expand(own.shape), own)

@@ -102,12 +102,14 @@ class Cascades:
 
         token, is_token = numbered(columns - (after - before), np.full_like(seen, columns))
         empty, is_empty = numbered(np.minimum(before, self.budget), np.minimum(after, self.budget))
-        levels = []
+        levels, depths = [], np.zeros_like(seen)
         for level in range(self.num_cascades):
             offered = self.offers(level, before)
-            most = (self.offers(level, after) - offered).max()
+            offers = self.offers(level, after) - offered
+            most = offers.max()
             if not most:
                 break
+            depths += offers > 0
             old, end = self.entries(level, before), self.entries(level, after)
             # The newest entry there is may still be contested; the chunk's own entries follow it.
             first = old - 1
@@ -146,6 +148,7 @@ class Cascades:
             tokens=placed(np.where(is_token, self.slots + token, nobody)),
             empty=placed(np.where(is_empty, self.sinks + empty, nobody)),
             levels=levels,
+            depths=depths.tolist(),
         )
 
 
@@ -182,11 +185,31 @@ class Plan:
         tokens: [B, M] the chunk's tokens that are no sinks, in order.
         empty: [B, E] empty slots that the chunk may fill.
         levels: what happens to each sub-cache, as far down as anything does.
+        depths: how far down that is in each row.
     """
 
     tokens: Tensor
     empty: Tensor
     levels: list[LevelPlan]
+    depths: list[int]
+
+    def rows(self, first: int, last: int) -> "Plan":
+        """The plan of the rows first .. last - 1."""
+        part = slice(first, last)
+        levels = [
+            LevelPlan(
+                newest=step.newest[part],
+                accepted=step.accepted[part],
+                challengers=None if step.challengers is None else step.challengers[part],
+                pushed=step.pushed[part],
+                pushed_old=step.pushed_old[part],
+                is_pushed=step.is_pushed[part],
+                kept=step.kept[part],
+                places=step.places[part],
+            )
+            for step in self.levels[: max(self.depths[part])]
+        ]
+        return Plan(self.tokens[part], self.empty[part], levels, self.depths[part])
 
 
 @dataclass
@@ -218,6 +241,12 @@ class CascadeState:
     def tensors(self) -> list[Tensor]:
         """All of it."""
         return [self.positions, self.rings] + ([] if self.scores is None else [self.scores])
+
+    def part(self, heads: slice) -> "CascadeState":
+        """Views of the state of some heads."""
+        return CascadeState(
+            self.positions[heads], None if self.scores is None else self.scores[heads], self.rings[heads]
+        )
 
     def select(self, rows: Tensor) -> "CascadeState":
         """The state of the rows `rows` [n]."""
@@ -253,7 +282,11 @@ class CascadeState:
         heads, batch = self.positions.shape[:2]
         first, columns = cascades.slots, positions.shape[1]
         nobody = first + columns
-        known = None if self.scores is None else torch.cat([self.scores[..., :-1], scores], dim=2)
+        known = self.scores
+        if known is not None and columns == 1:
+            known[..., -1:] = scores  # the spare column is where a single token's name points to
+        elif known is not None:
+            known = torch.cat([known[..., :-1], scores], dim=2)
 
         def take(source: Tensor, index: Tensor) -> Tensor:
             return source.gather(2, index.expand(heads, batch, -1))

@@ -160,6 +160,7 @@ class LayerSegments:
         keys: [B, num_anchors] segments of the anchor heads' keys: slot = position.
         near: [B, H_kv - num_anchors] segments of the other heads' own keys: sinks, then a ring of `ring_size`.
         sink_size, recent_size, ring_size: tokens; ring_size >= recent_size.
+        index, inverse: [H_kv] int64 from `order`, and back; None where the order is the heads' own.
     """
 
     order: tuple[int, ...]
@@ -170,6 +171,38 @@ class LayerSegments:
     sink_size: int
     recent_size: int
     ring_size: int
+    index: Tensor | None = field(init=False, default=None)
+    inverse: Tensor | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        if list(self.order) != sorted(self.order):
+            self.index = torch.tensor(self.order, device=self.values.data.device)
+            self.inverse = self.index.argsort()
+
+    def stored(self, states: Tensor) -> Tensor:
+        """[H_kv, ..] by head -> in storage order."""
+        return states if self.index is None else states[self.index]
+
+    def by_head(self, states: Tensor) -> Tensor:
+        """[H_kv, ..] in storage order -> by head."""
+        return states if self.inverse is None else states[self.inverse]
+
+    def proximal_runs(self, length: int) -> list[tuple[int, int, int]]:
+        """Where the proximal keys of the last of `length` tokens are in `near`.
+
+        Returns:
+            (first position, first slot, how many) of each run: sinks, and the ring in one or two.
+        """
+        recent = max(self.sink_size, length - self.recent_size)
+        place = (recent - self.sink_size) % self.ring_size
+        count = max(0, length - recent)
+        until_wrap = min(count, self.ring_size - place)
+        runs = [
+            (0, 0, min(self.sink_size, length)),
+            (recent, self.sink_size + place, until_wrap),
+            (recent + until_wrap, self.sink_size, count - until_wrap),
+        ]
+        return [run for run in runs if run[2] > 0]
 
     def near_slots(self, positions: Tensor) -> Tensor:
         """The slot of each position in `near`: positions below `sink_size` stand still, the others go round."""

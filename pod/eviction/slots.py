@@ -9,7 +9,7 @@ forward, F slots in use, P slots in all, D head dimension.
 """
 
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 
 import numpy as np
 import torch
@@ -21,6 +21,9 @@ from pod.eviction.storage import Rotary, Store, real_tokens
 from pod_kernels import Segments
 from pod_kernels.cascade import Cascades, CascadeState, Plan
 from pod_kernels.slots import BlockAnchor, OwnKeys, rotated, rotated_pieces, slot_attention
+
+# Steps of decoding that are planned at once.
+STEPS_AHEAD = 64
 
 
 @dataclass
@@ -49,7 +52,8 @@ class Step:
         seen: [B or 1] tokens before the forward.
         counts: [B or 1] real tokens.
         plan: of the insertion.
-        ranks: [B or 1, N, c] of `Cascades.ranks`.
+        seen_rows: `seen` on the host.
+        ranks: [B or 1, N, c] of `Cascades.ranks`, once the first layer has asked.
         angles: cos and sin [B or 1, T, D / 2] of the new tokens; None without rotation.
         table: cos and sin [.., D / 2] by place; None without rotation.
         decay: [T] each query's factor in the scores; None without scores.
@@ -63,6 +67,7 @@ class Step:
     seen: Tensor
     counts: Tensor
     plan: Plan
+    seen_rows: np.ndarray
     ranks: Tensor | None
     angles: tuple[Tensor, Tensor] | None
     table: tuple[Tensor, Tensor] | None
@@ -77,15 +82,29 @@ class OpenBlock:
         anchor: its queries, keys or logits.
         positions: [B, F] the tokens in the slots, as the forward found them.
         ranks: [B, F] their places among the kept ones; None without rotation.
-        slots: [B, T] where the new tokens go, -1 for nowhere.
+        slots: [B, T] where the new tokens go, -1 for nowhere; None while that is open (one query).
         keys: [B, T, D] its new keys, not stored yet: the block's layers still read what they will overwrite.
     """
 
     anchor: BlockAnchor
     positions: Tensor
     ranks: Tensor | None
-    slots: Tensor
+    slots: Tensor | None
     keys: Tensor
+
+
+@dataclass
+class Pending:
+    """One layer's new token until the forward ends.
+
+    Attributes:
+        keys, values: [H_kv, B, 1, D] in storage order, keys as they are stored.
+        sums: [A, B, G, M] its anchor heads' attention; None without scores.
+    """
+
+    keys: Tensor
+    values: Tensor
+    sums: Tensor | None
 
 
 @dataclass
@@ -96,7 +115,7 @@ class LayerSlots:
         values: [B, H_kv] segments of P slots.
         keys: [B, A] segments of P slots, the anchor heads'.
         own: [B, H_kv - A] segments of the other heads' own keys.
-        state: which tokens the anchor heads' slots hold; None when there is no anchor head.
+        state: which tokens the anchor heads' slots hold, a view of all layers' state; None without anchor heads.
     """
 
     values: Segments
@@ -107,6 +126,9 @@ class LayerSlots:
 
 class SlotStore(Store):
     """Sinks and sub-caches of fixed size; memory does not grow with the tokens seen.
+
+    A single token is stored when the forward ends, for all layers at once: on a device most of an update's time is
+    that of starting its operations. Several tokens are stored layer by layer, so that not all of them have to be held.
 
     Args:
         config: of the PoD model.
@@ -132,6 +154,7 @@ class SlotStore(Store):
         heads = range(blocks.num_kv_heads)
         self._orders = [sorted(heads, key=lambda head, row=row: not row[head]) for row in is_anchor]
         self._num_anchors = [sum(row) for row in is_anchor]
+        self._first_units = [0, *accumulate(self._num_anchors)]
         last = blocks.num_layers - 1
         self._ends = [
             [layer == last or anchors[layer + 1][head] != anchors[layer][head] for head in heads]
@@ -167,8 +190,8 @@ class SlotStore(Store):
         rows = slice(0, 1) if is_alike else slice(None)
         seen, counts = np.array(self._seen[rows]), np.array(new[rows])
         cascades = self.cascades
-        plan = cascades.plan(seen, counts, count, device)
-        ranks = cascades.ranks(seen, device) if self.rotates else None
+        plan = self._plan_ahead(seen, device) if count == 1 == min(new) else cascades.plan(seen, counts, count, device)
+        seen_rows = seen
         used = min(max(self._seen), cascades.slots)
         seen, counts = torch.from_numpy(seen).to(device), torch.from_numpy(counts).to(device)
         kept = seen.clamp(max=cascades.slots)
@@ -192,7 +215,8 @@ class SlotStore(Store):
             seen=seen,
             counts=counts,
             plan=plan,
-            ranks=ranks,
+            seen_rows=seen_rows,
+            ranks=None,
             angles=angles,
             table=table,
             decay=decay,
@@ -201,7 +225,7 @@ class SlotStore(Store):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         step, order, num_anchors = self._step, self._orders[layer], self._num_anchors[layer]
         if not self._layers:
-            self._layers = [self._allocate(index, k) for index in range(self._blocks.num_layers)]
+            self._allocate_all(v)
         stored = self._layers[layer]
         q = q.detach().unflatten(1, (len(order), -1)).transpose(0, 1)[order]  # [H_kv, B, G, T, D] in storage order
         new_k, v = (states.detach().transpose(0, 1)[order] for states in (k, v))
@@ -215,6 +239,8 @@ class SlotStore(Store):
         keeps_logits = bool(goes_on) and q.shape[3] == 1 and self.config.share == "scores"
         ranks, keys = None, [stored.keys.rectangle[:, :, : step.used]] if num_anchors else []
         if num_anchors and self.rotates:
+            if step.ranks is None:
+                step.ranks = self.cascades.ranks(step.seen_rows, k.device)
             ranks = stored.state.ranks(self.cascades, step.ranks)[..., : step.used]
             keys = rotated_pieces(keys[0], ranks, *step.table)
         keys = chain(keys, [k[:num_anchors]])
@@ -237,33 +263,76 @@ class SlotStore(Store):
         )
         self.pairs += pairs
 
-        slots = [block.slots[None] for block in blocks]
-        if num_anchors:
-            found = stored.state.positions[..., : step.used].clone() if goes_on else None
-            chosen = self._insert(stored.state, sums)
-            slots.insert(0, chosen)
-            for place in goes_on:
-                read_again = [] if keeps_logits else [piece[place] for piece in keys]
-                self._open[layer, order[place]] = OpenBlock(
-                    BlockAnchor(q[place], read_again, logits[place] if keeps_logits else None),
-                    found[place],
-                    ranks[place] if self.rotates else None,
-                    chosen[place],
-                    new_k[place],
-                )
-            # Where the block goes on, its layers still read the keys that the new ones will overwrite.
-            ends = [place for place in range(num_anchors) if place not in goes_on]
-            self._put(stored.keys.rectangle, new_k[:num_anchors], chosen, ends if goes_on else None)
-        self._put(stored.values.rectangle, v, torch.cat(slots))
-        if blocks:
-            self._put_own(stored, new_k[num_anchors:], torch.cat(slots[-len(blocks) :]))
+        found = None
+        if goes_on:
+            # Several tokens are inserted now, while later layers still read what the slots held.
+            found = stored.state.positions[..., : step.used]
+            found = found if q.shape[3] == 1 else found.clone()
+        chosen = self.write(layer, new_k, v, sums)
+        for place in goes_on:
+            read_again = [] if keeps_logits else [piece[place] for piece in keys]
+            self._open[layer, order[place]] = OpenBlock(
+                BlockAnchor(q[place], read_again, logits[place] if keeps_logits else None),
+                found[place],
+                ranks[place] if self.rotates else None,
+                None if chosen is None else chosen[place],
+                new_k[place],
+            )
         for head in order[num_anchors:]:
-            if self._ends[layer][head]:
+            if chosen is not None and self._ends[layer][head]:
                 self._close(self._anchors[layer][head], head)
         inverse = torch.tensor(order, device=q.device).argsort()
         return out[inverse].transpose(0, 1).flatten(1, 2)
 
+    def write(self, layer: int, k: Tensor, v: Tensor, sums: Tensor | None) -> Tensor | None:
+        """Insert and store the new tokens of one layer, a single one when the forward ends; `attend` calls it.
+
+        Args:
+            layer: index of the layer.
+            k, v: [H_kv, B, T, D] in storage order, keys as they are stored.
+            sums: [A, B, G, M] float32, what slots and new tokens received from the queries; None without scores.
+
+        Returns:
+            [A, B, T] int64, the anchor heads' slots of the new tokens, -1 for those dropped; None for a single token.
+        """
+        if not self._layers:
+            self._allocate_all(v)
+        if k.shape[2] == 1:
+            self._pending.append(Pending(k, v, sums))
+            return None
+        stored, num_anchors = self._layers[layer], self._num_anchors[layer]
+        others = self._orders[layer][num_anchors:]
+        slots = [self._open[self._anchors[layer][head], head].slots[None] for head in others]
+        chosen = None
+        if num_anchors:
+            chosen = self._insert(stored.state, sums)
+            slots.insert(0, chosen)
+            # Where the block goes on, its layers still read the keys that the new ones will overwrite.
+            ends = [place for place, head in enumerate(self._orders[layer][:num_anchors]) if self._ends[layer][head]]
+            self._put(stored.keys.rectangle, k[:num_anchors], chosen, ends)
+        slots = torch.cat(slots)
+        self._put(stored.values.rectangle, v, slots)
+        if others:
+            self._put_own(stored, k[num_anchors:], slots[num_anchors:])
+        return slots[:num_anchors]
+
     def finish(self) -> None:
+        if self._pending:
+            sums = None
+            if self.scoring is not None:
+                sums = torch.cat([part.sums for part in self._pending if part.sums is not None])
+            chosen = self._insert(self._state, sums)
+            for layer, (stored, new) in enumerate(zip(self._layers, self._pending, strict=True)):
+                num_anchors = self._num_anchors[layer]
+                slots = chosen[self._first_units[layer] : self._first_units[layer + 1]]
+                if num_anchors < len(new.keys):
+                    slots = chosen[self._units(layer, chosen.device)]
+                    self._put_own(stored, new.keys[num_anchors:], slots[num_anchors:])
+                if num_anchors:
+                    self._put(stored.keys.rectangle, new.keys[:num_anchors], slots[:num_anchors])
+                self._put(stored.values.rectangle, new.values, slots)
+            self._pending = []
+            self._open = {}
         self._seen = [seen + new for seen, new in zip(self._seen, self._step.new, strict=True)]
         self._step = None
 
@@ -282,30 +351,49 @@ class SlotStore(Store):
         tensors = []
         for stored in self._layers:
             tensors += [stored.values.data, stored.keys.data, stored.own.data]
-            tensors += stored.state.tensors() if stored.state is not None else []
-        return tensors
+        return tensors + (self._state.tensors() if self._layers else [])
 
     def select(self, rows: Tensor) -> None:
         self._seen = [self._seen[row] for row in rows.tolist()]
+        if self._layers:
+            self._state = self._state.select(rows)
         for index, old in enumerate(self._layers):
             new = self._allocate(index, old.values.data)
             for name in ("values", "keys", "own"):
                 getattr(new, name).rectangle.copy_(getattr(old, name).rectangle[:, rows])
-            if old.state is not None:
-                new.state = old.state.select(rows)
             self._layers[index] = new
 
     def reset(self) -> None:
         self._layers: list[LayerSlots] = []
         self._seen: list[int] = []
         self._step: Step | None = None
+        self._state: CascadeState | None = None
+        self._pending: list[Pending] = []
+        self._plans: tuple[np.ndarray, Plan] | None = None
         self._open: dict[tuple[int, int], OpenBlock] = {}
+        self._unit_index: dict[int, Tensor] = {}
         self._table: tuple[Tensor, Tensor] | None = None
 
     # ------------------------------------------------------------------ parts of a forward
 
+    def _plan_ahead(self, seen: np.ndarray, device: torch.device) -> Plan:
+        """The plan of one token in each row, made for several steps of decoding at once: all depends on counts only."""
+        rows = len(seen)
+        first, plan = self._plans or (seen, None)
+        ahead = int(seen[0] - first[0]) if len(first) == rows else -1
+        if (
+            plan is None
+            or not 0 <= ahead < STEPS_AHEAD
+            or (seen != first + ahead).any()
+            or plan.tokens.device != device
+        ):
+            each = (np.arange(STEPS_AHEAD)[:, None] + seen).reshape(-1)
+            first, plan, ahead = seen, self.cascades.plan(each, np.ones_like(each), 1, device), 0
+            self._plans = first, plan
+        return plan.rows(ahead * rows, (ahead + 1) * rows)
+
     def _insert(self, state: CascadeState, sums: Tensor | None) -> Tensor:
-        """Update the scores of one layer's anchor heads, then add the new tokens; their slots [A, B, T]."""
+        """Update the scores of the anchor heads of `state`, then add the new tokens; their slots [A, B, T]."""
         step, scores = self._step, None
         if self.scoring is not None:
             reduce = torch.amax if self.scoring.head_reduction == "max" else torch.mean
@@ -366,16 +454,15 @@ class SlotStore(Store):
 
     def _put(self, held: Tensor, new: Tensor, slots: Tensor, heads: list[int] | None = None) -> None:
         """Write new [h, B, T, D] into their slots [h, B, T] of held [h, B, P, D], -1 for nowhere; of `heads` or all."""
+        if new.shape[2] == 1 and self._step.is_even:
+            # One token always stays: no index has to be found on the device.
+            held.scatter_(2, slots[..., None].expand(new.shape), new)
+            self.moved += new.shape[0] * new.shape[1]
+            return
         head = torch.arange(len(held), device=held.device)
         if heads is not None:
             head = head[heads]
             new, slots = new[head], slots[head]
-        if new.shape[2] == 1 and self._step.is_even:
-            # One token always stays: no index has to be found on the device.
-            row = torch.arange(new.shape[1], device=held.device)
-            held[head[:, None], row, slots[..., 0]] = new[:, :, 0]
-            self.moved += new.shape[0] * new.shape[1]
-            return
         place, row, column = (slots >= 0).nonzero(as_tuple=True)
         held[head[place], row, slots[place, row, column]] = new[place, row, column]
         self.moved += len(place)
@@ -393,6 +480,19 @@ class SlotStore(Store):
             self._table = tuple(part[0].chunk(2, dim=-1)[0] for part in rotary(inputs, places))
         return self._table
 
+    def _units(self, layer: int, device: torch.device) -> Tensor:
+        """[H_kv] int64, where the anchors of a layer's heads, in storage order, are in the state."""
+        if layer not in self._unit_index:
+            anchors = [(self._anchors[layer][head], head) for head in self._orders[layer]]
+            units = [self._first_units[anchor] + self._orders[anchor].index(head) for anchor, head in anchors]
+            self._unit_index[layer] = torch.tensor(units, device=device)
+        return self._unit_index[layer]
+
+    def _allocate_all(self, like: Tensor) -> None:
+        batch, scored = len(self._seen), self.scoring is not None
+        self._state = CascadeState.allocate(self.cascades, self._first_units[-1], batch, scored, like.device)
+        self._layers = [self._allocate(layer, like) for layer in range(self._blocks.num_layers)]
+
     def _allocate(self, layer: int, like: Tensor) -> LayerSlots:
         batch, device = len(self._seen), like.device
         anchors = self._num_anchors[layer]
@@ -402,11 +502,11 @@ class SlotStore(Store):
         def segments(heads: int, capacity: int) -> Segments:
             return Segments.allocate(heads, capacity, like.shape[-1], lengths, dtype=like.dtype, device=device)
 
-        slots, scored = self.cascades.slots, self.scoring is not None
-        state = CascadeState.allocate(self.cascades, anchors, batch, scored, device) if anchors else None
+        slots = self.cascades.slots
+        units = slice(*self._first_units[layer : layer + 2])
         return LayerSlots(
             values=segments(self._blocks.num_kv_heads, slots),
             keys=segments(anchors, slots),
             own=segments(others, self._own_capacity),
-            state=state,
+            state=self._state.part(units) if anchors else None,
         )
