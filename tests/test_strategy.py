@@ -301,6 +301,7 @@ def test_deepspeed_is_missing(monkeypatch):
         pod.UlyssesDeepSpeedStrategy(2)
 
 
+@pytest.mark.slow
 def test_deepspeed_is_imported_when_a_strategy_is_made():
     code = "import sys, pod.fit, pod; pod.UlyssesDeepSpeedStrategy; assert 'deepspeed' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
@@ -371,8 +372,7 @@ def test_fit_resume_and_export_with_a_shared_sequence(inputs, tmp_path):
     def resumed(*arguments):
         return resume_from(load_recipe([f"recipe={path}", *arguments, "resume=auto"]), steps)
 
-    with pytest.raises(ValueError, match="written by 2 processes, this run has 1"):
-        resumed("trainer.strategy=deepspeed")
+    assert resumed("trainer.strategy=deepspeed") == steps / "step=4.ckpt"
     with pytest.raises(ValueError, match="sharded by DeepSpeed: continue with trainer.strategy=deepspeed"):
         resumed()
     shard = next((steps / "step=4.ckpt").glob("checkpoint/*_optim_states.pt"))
@@ -389,14 +389,22 @@ def test_fit_resume_and_export_with_a_shared_sequence(inputs, tmp_path):
     wanted = plain_loss(model, [PreparedDataset(inputs / "packed", "validation")[number] for number in (0, 1)])
     assert abs(logged(run, "val_loss")[3] - wanted.item()) < 1e-5 * wanted.item()
 
-    shutil.rmtree(steps / "step=4.ckpt")
-    done = command("pod.fit", f"recipe={path}", *sharded, "resume=auto")
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert f"continuing from {steps / 'step=2.ckpt'}" in done.stdout
-    again = logged(run, "train_loss", "version_1")
-    assert sorted(again) == [2, 3]
-    for step, loss in again.items():
-        assert abs(loss - uninterrupted[step]) <= 1e-6 * loss
+    # Killed after step 2 and continued by as many processes, then by one.
+    alone = ("trainer.strategy=deepspeed", "trainer.devices=1")
+    for version, processes in (("version_1", sharded), ("version_2", alone)):
+        shutil.rmtree(steps / "step=4.ckpt")
+        done = command("pod.fit", f"recipe={path}", *processes, "resume=auto")
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert f"continuing from {steps / 'step=2.ckpt'}" in done.stdout
+        said = "was written by 2 processes and this run has 1: it is read by way of DeepSpeed's universal checkpoint"
+        assert (said in done.stdout) == (processes is alone)
+        for column in ("train_loss", "grad_norm", "val_loss"):
+            wanted, again = logged(run, column), logged(run, column, version)
+            assert sorted(again) == [step for step in sorted(wanted) if step >= 2]
+            for step, value in again.items():
+                assert abs(value - wanted[step]) <= 2e-6 * value, (version, column, step)
+        assert last_checkpoint(steps) == steps / "step=4.ckpt" and world_size_of(steps / "step=2.ckpt") == 2
+        assert not list((steps / "step=2.ckpt").glob("*universal*")), "removed when it is read"
 
 
 @needs_deepspeed
