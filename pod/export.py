@@ -269,8 +269,8 @@ def _verify(wanted: Tensor, folder: Path) -> None:
     found = _logits(AutoModelForCausalLM.from_pretrained(folder, dtype=wanted.dtype).eval())
     if not torch.equal(wanted, found):
         raise ValueError(
-            f"the written model's logits differ from the checkpoint's by {(wanted - found).abs().max():.2e}: the export "
-            "was removed. Check the disk, then try again."
+            f"the written model's logits differ from the checkpoint's by {(wanted - found).abs().max():.2e}: the "
+            "export was removed. Check the disk, then try again."
         )
 
 

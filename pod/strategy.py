@@ -220,9 +220,9 @@ class UlyssesDeepSpeedStrategy(DeepSpeedStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint, also one that another number of processes wrote.
 
-        That one is first turned into DeepSpeed's universal form (every parameter and every state of the optimiser whole,
-        in a file of its own), inside the checkpoint's directory; it takes 12 bytes per parameter there, and is removed
-        when it is read. Every process must see the directory.
+        That one is first turned into DeepSpeed's universal form (every parameter and every state of the optimiser
+        whole, in a file of its own), inside the checkpoint's directory; it takes 12 bytes per parameter there, and is
+        removed when it is read. Every process must see the directory.
 
         Raises:
             ValueError: the shards cannot be converted.

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,6 +28,7 @@ import pod
 from pod.data import PreparedDataset, SampleWriter
 from pod.fit import last_checkpoint, resume_from, world_size_of
 from pod.module import PodModule
+from pod.plan import Memory, Shape, Sharing
 from pod.recipe import load_recipe
 from pod.sequence_parallel import SequenceGroup
 
@@ -37,6 +39,16 @@ STEPS, CLIP, LR, MIN_LR, DECAY, BETAS, MICRO = 4, 0.05, 5e-4, 1e-4, 0.1, (0.9, 0
 MODULE = {"sink_size": 2, "recent_size": 5, "lr": LR, "min_lr": MIN_LR, "weight_decay": DECAY, "max_steps": STEPS}
 BLOCKS = [[0, 0], [0, 1], [2, 1], [2, 1]]  # the two KV heads share differently
 LENGTH = 37  # odd, so no part of it is whole
+# Wide enough that hidden states and anchors outweigh token ids and angles, as they do in a real model.
+WIDE = {
+    "vocab_size": 80,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +69,7 @@ def inputs(tmp_path_factory):
             tie_word_embeddings=kv_heads == 2,
         )
         LlamaForCausalLM(config).save_pretrained(folder / f"kv{kv_heads}")
+    LlamaForCausalLM(LlamaConfig(**WIDE)).save_pretrained(folder / "wide")
     generator = np.random.default_rng(0)
     for name in ("packed", "plain"):
         tokens = generator.integers(0, 80, (70, LENGTH))
@@ -185,6 +198,26 @@ def check(run, ranks, relative=1e-5):
         assert wrote["loaded"] == (0 if run["stage"] == 3 else parameters), "ZeRO-3 loads sharded"
 
 
+def check_plan(run, ranks):
+    """The bytes of each rank against the plan's."""
+    plan = Memory(
+        Shape.from_config(WIDE | {"model_type": "llama"}),
+        Sharing.of_anchors(BLOCKS),
+        length=LENGTH,
+        micro_batch=MICRO,
+        zero=True,
+        processes=len(ranks),
+        sequence_parallel=run["sequence_parallel_size"],
+        loss_chunk=7,
+    )
+    kinds = ("parameters", "gradients", "optimizer", "checkpoints")
+    for wrote in ranks:
+        for kind, found in zip(kinds, wrote["bytes"], strict=True):
+            assert getattr(plan, kind) == pytest.approx(found, rel=0.15), kind
+        assert replace(plan, checkpointing=False).checkpoints != pytest.approx(found, rel=0.3), "this can fail"
+        assert replace(plan, processes=1).optimizer != pytest.approx(wrote["bytes"][2], rel=0.3)
+
+
 def check_exchange(run, ranks, heads=4, kv_heads=2, dimension=4, itemsize=4):
     """Calls and bytes by the formula of pod/sequence_parallel.py."""
     size, passes = run["sequence_parallel_size"], 2 + (run["checkpointing"] is not None)
@@ -220,9 +253,13 @@ def test_two_processes_are_one(inputs, tmp_path):
         "sp2-bf16": a_run(inputs, 2, precision="bf16-mixed"),
         "dp2-bf16": a_run(inputs, 1, precision="bf16-mixed"),
     }
+    wide = {"base": str(inputs / "wide"), "checkpointing": False, "bytes": True}
+    runs["sp2-wide"] = a_run(inputs, 2, data="plain", **wide)
     wrote = launch(tmp_path, 2, runs)
     for name, run in runs.items():
-        if run["precision"] == "32-true":
+        if name == "sp2-wide":
+            check_plan(run, wrote[name])
+        elif run["precision"] == "32-true":
             check(run, wrote[name])
             check_exchange(run, wrote[name], kv_heads=1 if "one-kv" in name or name == "dp2-zero2" else 2)
     check_exchange(runs["sp2-bf16"], wrote["sp2-bf16"], itemsize=2)
