@@ -240,8 +240,10 @@ class UlyssesDeepSpeedStrategy(DeepSpeedStrategy):
         failure = self.broadcast(_make_universal(path) if self.is_global_zero else None)
         if failure:
             raise ValueError(f"{path} cannot be read by {self.world_size} processes: {failure}")
-        # ZeRO-3 gives every group of parameters the settings of the first one.
-        decays = [group["weight_decay"] for group in self._parameter_groups]
+        # ZeRO-3 gives every group of parameters the settings of the first one, and all of them the same tensor as their
+        # count of steps, which each would then advance.
+        optimizer = self.deepspeed_engine.optimizer.optimizer
+        decays = [group["weight_decay"] for group in optimizer.param_groups]
         config = self.deepspeed_engine._config
         config.load_universal_checkpoint = True
         try:
@@ -252,13 +254,12 @@ class UlyssesDeepSpeedStrategy(DeepSpeedStrategy):
             if self.is_global_zero:
                 shutil.rmtree(path / UNIVERSAL)
                 (path / f"latest_{UNIVERSAL}").unlink()
-        for group, decay in zip(self._parameter_groups, decays, strict=True):
+        for group, decay in zip(optimizer.param_groups, decays, strict=True):
             group["weight_decay"] = decay
+        for kept in optimizer.state.values():
+            if isinstance(kept.get("step"), Tensor):
+                kept["step"] = kept["step"].clone()
         return state
-
-    @property
-    def _parameter_groups(self) -> list[dict[str, Any]]:
-        return self.deepspeed_engine.optimizer.optimizer.param_groups
 
     def teardown(self) -> None:
         # The engine's hooks and cycles go first: what is left of them when the processes disconnect may abort them.

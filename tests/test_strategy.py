@@ -344,6 +344,22 @@ def test_deepspeed_is_imported_when_a_strategy_is_made():
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
+@pytest.mark.parametrize("code, requeued", [(143, True), (0, False), (1, False)])
+def test_the_slurm_job_is_queued_again_only_when_it_was_told_to_end(tmp_path, code, requeued):
+    for name, ends in (("srun", code), ("scontrol", 0)):
+        (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {tmp_path}/calls\nexit {ends}\n')
+        (tmp_path / name).chmod(0o755)
+    slurm = {"SLURM_NNODES": "2", "SLURM_NTASKS_PER_NODE": "8", "SLURM_JOB_ID": "7", "PYTHON": "python"}
+    environment = os.environ | slurm | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    line = ["bash", str(ROOT / "docs" / "slurm.sh"), "llama31-128k", "seed=1"]
+    assert subprocess.run(line, env=environment).returncode == code
+    run, *after = (tmp_path / "calls").read_text().splitlines()
+    arguments = run.removeprefix("srun python -m pod.fit ").split()
+    recipe = load_recipe(arguments)
+    assert (recipe.seed, recipe.resume, recipe.trainer.num_nodes, recipe.trainer.devices) == (1, "auto", 2, 8)
+    assert after == (["scontrol requeue 7"] if requeued else [])
+
+
 # The commands
 
 CONFIG = {
