@@ -200,7 +200,7 @@ def model_card(
         imports="import pod  # registers the model type\n" if shares else "",
         base=base or "from scratch",
         step=step,
-        saving=blocks.kv_saving,
+        saving=1.0 if getattr(config, "share", None) == "window" else blocks.kv_saving,
         sink_size=getattr(config, "sink_size", "-"),
         recent_size=getattr(config, "recent_size", "-"),
         share=getattr(config, "share", "-"),
