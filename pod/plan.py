@@ -128,9 +128,10 @@ class Shape:
     def flops_per_token(self, length: int) -> tuple[float, float]:
         """(of the matrices, of attention), forward and backward of one token in a sample of `length` tokens.
 
-        A matrix takes 2 FLOPs per parameter forward and 4 backward. A token attends to half of the sample on average, or
-        to the window: 2 products of 2 * D FLOPs for each query head and pair, and twice that backward. Sharing scores in training
-        changes which queries and keys are multiplied, not how many. What is computed again is not counted.
+        A matrix takes 2 FLOPs per parameter forward and 4 backward. A token attends to half of the sample on average, at
+        most to the window: 2 products of 2 * D FLOPs for each query head and pair, and twice that backward. Sharing
+        scores in training changes which queries and keys are multiplied, not how many. What is computed again is not
+        counted.
         """
         matrices = 6.0 * (self.layers * self.layer_matrices + self.vocab * self.hidden)
         near = length if self.window is None else min(length, self.window)
