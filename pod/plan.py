@@ -128,8 +128,8 @@ class Shape:
     def flops_per_token(self, length: int) -> tuple[float, float]:
         """(of the matrices, of attention), forward and backward of one token in a sample of `length` tokens.
 
-        A matrix takes 2 FLOPs per parameter forward and 4 backward. A token attends to half of the sample on average, at
-        most to the window: 2 products of 2 * D FLOPs for each query head and pair, and twice that backward. Sharing
+        A matrix takes 2 FLOPs per parameter forward and 4 backward. A token attends to half of the sample on average,
+        at most to the window: 2 products of 2 * D FLOPs for each query head and pair, and twice that backward. Sharing
         scores in training changes which queries and keys are multiplied, not how many. What is computed again is not
         counted.
         """
