@@ -22,6 +22,7 @@ from pod.blocks import LayerBlocks
 from pod.eviction.base import Eviction
 from pod.eviction.manager import EvictingStorage
 from pod.eviction.storage import Rotary, StoragePolicy, Store, strides
+from pod.eviction.streaming import WindowAttention
 from pod_kernels import LayerSegments, Segments, cached_attention, shared_score_attention
 from pod_kernels.cached import Masks
 
@@ -115,6 +116,10 @@ class PodCache(Cache):
                 f"eviction must be a method such as pod.eviction.SnapKV(budget=256), got {eviction!r}; "
                 "pod.eviction.parse makes one from text"
             )
+        if config.share == "window":
+            if eviction is not None:
+                raise ValueError("a model with share='window' keeps its window alone: make its cache without eviction")
+            eviction = WindowAttention()
         self.eviction = eviction
         self._evicting: EvictingStorage | None = None
         self.store: Store | None = None
@@ -187,6 +192,8 @@ class PodCache(Cache):
         """Bytes by the formula of this module for `length` tokens in each of `batch` rows, none of them evicted."""
         near = min(length, self.config.sink_size + self.config.recent_size + self.crop_slack)
         total = self._num_layers * self._num_kv_heads
+        if self.config.share == "window":
+            length = self.config.sink_size + self.config.recent_size - 1
         anchors = sum(self._num_anchors)
         return batch * self.config.head_dim * itemsize * (total * length + anchors * length + (total - anchors) * near)
 

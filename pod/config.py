@@ -9,7 +9,7 @@ from transformers import LlamaConfig, Qwen3Config
 
 from pod.blocks import LayerBlocks
 
-SHARE_KINDS = ("scores", "keys")
+SHARE_KINDS = ("scores", "keys", "window")
 
 
 class PodConfigMixin:
@@ -19,7 +19,8 @@ class PodConfigMixin:
         anchors: [L][H_kv] integers, the anchor layer of each layer and KV head; None means blocks of one layer (dense).
         sink_size: first tokens that are always attended with the layer's own scores.
         recent_size: last tokens, the current one included, that are.
-        share: "scores" (distant logits are q_anchor . k_anchor, the paper's Eq. 3) or "keys" (q . k_anchor).
+        share: "scores" (distant logits are q_anchor . k_anchor, the paper's Eq. 3) or "keys" (q . k_anchor). "window"
+            has no distant pairs at all: window attention, with sinks unless sink_size is 0, in blocks of one layer.
         tau: gate from which a non-anchor layer skips distant values at decode; None never skips.
     """
 
@@ -47,6 +48,8 @@ class PodConfigMixin:
                 "layers do not see. Set use_sliding_window=False, or use a model with full attention in all layers."
             )
         self.blocks.check(self.num_hidden_layers, self.num_key_value_heads)
+        if self.share == "window" and not self.blocks.is_dense:
+            raise ValueError("share='window' has no distant tokens to share: leave anchors out (blocks of one layer)")
 
 
 def check_sizes(sink_size: int, recent_size: int, share: str) -> None:
@@ -61,6 +64,8 @@ def check_sizes(sink_size: int, recent_size: int, share: str) -> None:
         raise ValueError(f"recent_size must be >= 1 token (the current one is recent), got {recent_size}")
     if share not in SHARE_KINDS:
         raise ValueError(f"share must be one of {', '.join(SHARE_KINDS)}; got {share!r}")
+    if share == "window" and recent_size < 2:
+        raise ValueError("share='window' needs recent_size >= 2: the current token and one before it")
 
 
 @strict

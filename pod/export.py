@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -94,6 +95,8 @@ def load_checkpoint(path: Path) -> tuple[dict, Path]:
 def consolidated(directory: Path) -> dict:
     """A checkpoint that DeepSpeed sharded, as one: its float32 weights, hyper-parameters and step.
 
+    The weights are not in memory yet: `contiguous()` puts one together from the shards' files, which are mapped.
+
     Raises:
         ValueError: deepspeed is not installed.
     """
@@ -103,12 +106,16 @@ def consolidated(directory: Path) -> dict:
         raise ValueError(f"{directory} is sharded by DeepSpeed: pip install deepspeed to read it") from error
     shard = min(directory.glob("checkpoint/*_model_states.pt"))
     content = torch.load(shard, map_location="cpu", weights_only=False, mmap=True)
-    weights = get_fp32_state_dict_from_zero_checkpoint(str(directory))
+    weights = get_fp32_state_dict_from_zero_checkpoint(str(directory), lazy_mode=True)
     return {"state_dict": weights} | {name: content[name] for name in ("hyper_parameters", "global_step")}
 
 
-def rebuild(checkpoint: dict) -> PreTrainedModel:
+def rebuild(checkpoint: dict, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """The Hugging Face model of a checkpoint: a PoD model, or a stock one when its layers share nothing.
+
+    Args:
+        checkpoint: of `load_checkpoint`; its weights are taken out one by one, so that none is in memory twice.
+        dtype: of the model; as in the checkpoint when None.
 
     Raises:
         ValueError: the checkpoint is not one of `PodModule`, or its weights do not fit its config.
@@ -123,10 +130,14 @@ def rebuild(checkpoint: dict) -> PreTrainedModel:
     else:
         fields = dict(hparams["model_config"])
         config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    if hparams["blocks"] is not None:
-        blocks = LayerBlocks(hparams["blocks"])
+    if hparams["blocks"] is not None or hparams["share"] == "window":
+        dense = LayerBlocks.dense(config.num_hidden_layers, config.num_key_value_heads)
+        blocks = dense if hparams["blocks"] is None else LayerBlocks(hparams["blocks"])
         config = pod_config(config, blocks, hparams["sink_size"], hparams["recent_size"], hparams["share"])
-    weights = {name.removeprefix("model."): tensor for name, tensor in checkpoint["state_dict"].items()}
+    weights, state = {}, checkpoint.pop("state_dict")
+    for name in list(state):
+        weight = state.pop(name).contiguous()
+        weights[name.removeprefix("model.")] = weight.to(dtype or weight.dtype)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     try:
@@ -177,14 +188,19 @@ def model_card(
     return CARD.format(
         name=name,
         kind=f"{config.model_type.removeprefix('pod_')} model",
-        sharing="Its layers share the attention scores of distant tokens: install pod-attention and `import pod` "
-        "before loading it; without that, transformers does not know the model type."
+        sharing=(
+            "Its layers attend to sinks and recent tokens alone (window attention)"
+            if getattr(config, "share", None) == "window"
+            else "Its layers share the attention scores of distant tokens"
+        )
+        + ": install pod-attention and `import pod` before loading it; without that, transformers does not know the "
+        "model type."
         if shares
         else "Its layers share nothing: it is a plain model that transformers loads by itself.",
         imports="import pod  # registers the model type\n" if shares else "",
         base=base or "from scratch",
         step=step,
-        saving=blocks.kv_saving,
+        saving=1.0 if getattr(config, "share", None) == "window" else blocks.kv_saving,
         sink_size=getattr(config, "sink_size", "-"),
         recent_size=getattr(config, "recent_size", "-"),
         share=getattr(config, "share", "-"),
@@ -216,9 +232,7 @@ def export(ckpt: str | Path, out: str | Path, dtype: str | None = None, force: b
     if out.exists() and not force:
         raise ValueError(f"{out} exists: choose another --out, or replace it with --force")
     checkpoint, file = load_checkpoint(ckpt)
-    model = rebuild(checkpoint)
-    if dtype is not None:
-        model = model.to(getattr(torch, dtype))
+    model = rebuild(checkpoint, None if dtype is None else getattr(torch, dtype))
     base = checkpoint["hyper_parameters"]["base"]
     tokenizer = tokenizer_of(file.parent.parent, base)
     if tokenizer is not None:
@@ -234,7 +248,9 @@ def export(ckpt: str | Path, out: str | Path, dtype: str | None = None, force: b
         step = int(checkpoint["global_step"])
         card = model_card(model, out.name, base, step, measured(file.parent.parent, step))
         (aside / "README.md").write_text(card)
-        _verify(model, aside)
+        wanted = _logits(model)
+        del model  # the written one takes its place in memory
+        _verify(wanted, aside)
         if out.exists():
             shutil.rmtree(out)
         aside.rename(out)
@@ -244,15 +260,17 @@ def export(ckpt: str | Path, out: str | Path, dtype: str | None = None, force: b
 
 
 @torch.no_grad()
-def _verify(model: PreTrainedModel, folder: Path) -> None:
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(model.config.vocab_size, (1, 64), generator=generator)
-    written = AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype).eval()
-    ours, theirs = (m(ids, use_cache=False).logits for m in (model, written))
-    if not torch.equal(ours, theirs):
+def _logits(model: PreTrainedModel) -> Tensor:
+    ids = torch.randint(model.config.vocab_size, (1, 64), generator=torch.Generator().manual_seed(0))
+    return model(ids, use_cache=False).logits
+
+
+def _verify(wanted: Tensor, folder: Path) -> None:
+    found = _logits(AutoModelForCausalLM.from_pretrained(folder, dtype=wanted.dtype).eval())
+    if not torch.equal(wanted, found):
         raise ValueError(
-            f"the written model's logits differ from the checkpoint's by {(ours - theirs).abs().max():.2e}: the export "
-            "was removed. Check the disk, then try again."
+            f"the written model's logits differ from the checkpoint's by {(wanted - found).abs().max():.2e}: the "
+            "export was removed. Check the disk, then try again."
         )
 
 

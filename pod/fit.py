@@ -13,7 +13,6 @@ checkpoint of DeepSpeed is a directory, to which each process adds its shard.
 """
 
 import contextlib
-import json
 import signal
 import sys
 import threading
@@ -34,7 +33,15 @@ from pod.data import PodDataModule
 from pod.module import PodModule
 from pod.plan import show_plan
 from pod.recipe import Recipe, accumulate, main_recipe, output_folder, save, steps, warmup_steps
-from pod.strategy import COMPLETE, UlyssesDeepSpeedStrategy
+from pod.strategy import COMPLETE, UlyssesDeepSpeedStrategy, world_size_of
+
+
+class Checkpoints(ModelCheckpoint):
+    """Lightning's, at the end of a step only: a resumed run would write the step it began at again, in its midst."""
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, module: lightning.LightningModule, *batch) -> None:
+        if not trainer.fit_loop._should_accumulate():
+            super().on_train_batch_end(trainer, module, *batch)
 
 
 class SaveAtEnd(Callback):
@@ -95,13 +102,6 @@ def is_whole(checkpoint: Path) -> bool:
         return False
 
 
-def world_size_of(checkpoint: Path) -> int | None:
-    """How many processes wrote a checkpoint directory; None for a file, which any number may read."""
-    if not checkpoint.is_dir():
-        return None
-    return json.loads((checkpoint / COMPLETE).read_text())["world_size"]
-
-
 def last_checkpoint(folder: Path) -> Path | None:
     """The newest whole checkpoint of a run; a broken one is named and passed over."""
     by_step = {int(path.stem.split("=")[1]): path for path in folder.glob("step=*.ckpt")}
@@ -117,7 +117,7 @@ def resume_from(recipe: Recipe, folder: Path) -> Path | None:
 
     Raises:
         ValueError: the run's folder holds checkpoints and the recipe does not say whether to continue; or the named
-            checkpoint is missing or damaged, or was written by another strategy or number of processes.
+            checkpoint is missing or damaged, or was written by another strategy.
     """
     if recipe.resume == "auto":
         return check_layout(last_checkpoint(folder), recipe)
@@ -137,24 +137,18 @@ def resume_from(recipe: Recipe, folder: Path) -> Path | None:
 
 
 def check_layout(checkpoint: Path | None, recipe: Recipe) -> Path | None:
-    """The checkpoint, if this run's processes can read it.
+    """The checkpoint, if this run's strategy can read it.
 
     Raises:
-        ValueError: it is sharded and the run is not, or the other way round, or over another number of processes.
+        ValueError: it is sharded and the run is not, or the other way round.
     """
     if checkpoint is None:
         return None
-    written, processes = world_size_of(checkpoint), recipe.trainer.devices * recipe.trainer.num_nodes
     sharded = recipe.trainer.strategy == "deepspeed"
-    if sharded != (written is not None):
+    if sharded != checkpoint.is_dir():
         kind, wanted = ("a file", "auto or ddp") if sharded else ("sharded by DeepSpeed", "deepspeed")
         raise ValueError(
             f"{checkpoint} is {kind}: continue with trainer.strategy={wanted}, or export it and start anew"
-        )
-    if sharded and written != processes:
-        raise ValueError(
-            f"{checkpoint} was written by {written} processes, this run has {processes} (trainer.devices * "
-            f"trainer.num_nodes): continue with {written}, or export it and start anew from its weights"
         )
     return checkpoint
 
@@ -268,7 +262,7 @@ def fit(recipe: Recipe) -> lightning.Trainer:
         log_every_n_steps=recipe.trainer.log_every,
         logger=loggers(recipe, out),
         callbacks=[
-            ModelCheckpoint(
+            Checkpoints(
                 folder,
                 filename="{step}",
                 monitor="step",

@@ -115,7 +115,7 @@ class PodAttention:
         q_distant, k_distant = self._distant(q, k, anchors, heads) if travels else (None, None)
         following = self._hand_on(q, k, anchors, heads) if travels else anchors
         if past_key_values is None:
-            if self.measure_gate and q_distant is None:
+            if self.measure_gate and q_distant is None and self.config.share != "window":
                 q_distant, k_distant = q, k  # its own scores, split where the others split theirs
             out = shared_score_attention(
                 q,
@@ -128,6 +128,7 @@ class PodAttention:
                 scale=self.scaling,
                 lengths=lengths,
                 document_ids=document_ids,
+                window_only=self.config.share == "window",
                 return_gate=self.measure_gate,
             )
             if self.measure_gate:
@@ -659,7 +660,7 @@ def convert(
         model_or_path: a causal LM of a supported family (or a PoD model, for other blocks), or where to load it from.
         blocks: which layers share distant scores, per KV head.
         sink_size, recent_size: proximal tokens.
-        share: "scores" (the paper's Eq. 3) or "keys".
+        share: "scores" (the paper's Eq. 3) or "keys"; "window" for window attention, with blocks of one layer.
 
     Returns:
         A PoD causal LM on the same parameters and buffers, none of them copied; training one trains the other. The

@@ -289,8 +289,15 @@ class PodModule(lightning.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["rng_state"] = torch.get_rng_state()
+        checkpoint["accumulate"] = self.trainer.accumulate_grad_batches
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self._trainer is not None and "accumulate" in checkpoint:
+            # Another number of processes makes a step of another number of micro-batches, which Lightning counts.
+            progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+            for counts in (progress["total"], progress["current"]):
+                done = counts["ready"] * self.trainer.accumulate_grad_batches // checkpoint["accumulate"]
+                counts.update({name: done + count - counts["ready"] for name, count in counts.items()})
         if "rng_state" in checkpoint:
             torch.set_rng_state(checkpoint["rng_state"].cpu())
 

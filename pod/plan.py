@@ -71,6 +71,7 @@ class Shape:
     Attributes:
         tied: the head is the embedding.
         qk_norm: queries and keys have a norm of their own.
+        window: the most tokens that a token attends to; None: all before it.
     """
 
     layers: int
@@ -82,6 +83,7 @@ class Shape:
     vocab: int
     tied: bool = False
     qk_norm: bool = False
+    window: int | None = None
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "Shape":
@@ -126,12 +128,15 @@ class Shape:
     def flops_per_token(self, length: int) -> tuple[float, float]:
         """(of the matrices, of attention), forward and backward of one token in a sample of `length` tokens.
 
-        A matrix takes 2 FLOPs per parameter forward and 4 backward. A token attends to half of the sample on average:
-        2 products of 2 * D FLOPs for each query head and pair, and twice that backward. Sharing scores in training
-        changes which queries and keys are multiplied, not how many. What is computed again is not counted.
+        A matrix takes 2 FLOPs per parameter forward and 4 backward. A token attends to half of the sample on average,
+        at most to the window: 2 products of 2 * D FLOPs for each query head and pair, and twice that backward. Sharing
+        scores in training changes which queries and keys are multiplied, not how many. What is computed again is not
+        counted.
         """
         matrices = 6.0 * (self.layers * self.layer_matrices + self.vocab * self.hidden)
-        return matrices, 3 * 4.0 * self.layers * self.heads * self.head_dim * (length + 1) / 2
+        near = length if self.window is None else min(length, self.window)
+        seen = near * (near + 1) / 2 + (length - near) * near
+        return matrices, 3 * 4.0 * self.layers * self.heads * self.head_dim * seen / length
 
 
 @dataclass(frozen=True)
@@ -541,6 +546,8 @@ def make_plan(
     if not 0 < utilisation <= 1:
         raise RecipeError(f"utilisation={utilisation}: must be in (0, 1]")
     shape = Shape.from_config(config_of(recipe))
+    if recipe.model.share == "window":
+        shape = replace(shape, window=recipe.model.sink_size + recipe.model.recent_size)
     world = recipe.trainer.devices * num_nodes
     if strategy == "auto":
         strategy = "deepspeed" if world > 1 else "ddp"

@@ -63,7 +63,8 @@ class Model:
     """Last tokens, the current one included, that each layer attends to with its own scores (the paper's n_r)."""
     share: str = "scores"
     """What a block's layers take from their anchor for distant tokens: `scores` (q_a . k_a, the paper's Eq. 3) or
-    `keys` (q_l . k_a: the same memory, scores computed again)."""
+    `keys` (q_l . k_a: the same memory, scores computed again). `window`: there are no distant tokens; every layer
+    attends to sinks and recent ones alone, without blocks."""
     gradient_checkpointing: bool = False
     """Compute the activations of each layer again in the backward pass instead of keeping them."""
     offload_checkpoints: bool = False
@@ -215,7 +216,7 @@ CHOICES = {
     "logger": ("csv", "wandb", "tensorboard"),
     "model.dtype": ("float32", "bfloat16"),
     "model.initialization": ("transformers", "torch"),
-    "model.share": ("scores", "keys"),
+    "model.share": ("scores", "keys", "window"),
     "trainer.precision": ("32-true", "bf16-mixed", "bf16-true"),
     "trainer.strategy": ("auto", "ddp", "deepspeed"),
     "trainer.offload": ("nothing", "optimizer", "parameters"),
@@ -666,6 +667,11 @@ def _check_together(recipe: Recipe) -> None:
             f"{recipe.data.sequence_length}"
         )
     shares = recipe.blocks.file is not None or recipe.blocks.threshold is not None or recipe.blocks.kv_saving > 0
+    if shares and model.share == "window":
+        raise RecipeError(
+            "model.share=window has no distant tokens to share: set blocks.kv_saving=0, blocks.file=null and "
+            "blocks.threshold=null"
+        )
     if shares and model.sink_size + model.recent_size >= recipe.data.sequence_length:
         raise RecipeError(
             f"no token is distant: model.sink_size ({model.sink_size}) + model.recent_size ({model.recent_size}) cover "

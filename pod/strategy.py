@@ -10,6 +10,10 @@ import atexit
 import gc
 import importlib.util
 import json
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -29,6 +33,14 @@ from pod.model import PodAttention, PodDecoderLayer
 from pod.sequence_parallel import SequenceGroup
 
 COMPLETE = "complete.json"  # in a checkpoint's directory: all shards are written, and by how many processes
+UNIVERSAL = "universal"  # beside its shards, while it is read by another number of processes
+
+
+def world_size_of(checkpoint: Path) -> int | None:
+    """How many processes wrote a checkpoint directory; None for a file, which any number may read."""
+    if not checkpoint.is_dir():
+        return None
+    return json.loads((checkpoint / COMPLETE).read_text())["world_size"]
 
 
 class UlyssesDeepSpeedStrategy(DeepSpeedStrategy):
@@ -205,6 +217,50 @@ class UlyssesDeepSpeedStrategy(DeepSpeedStrategy):
         if self.is_global_zero:
             (filepath / COMPLETE).write_text(json.dumps({"world_size": self.world_size}))
 
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint, also one that another number of processes wrote.
+
+        That one is first turned into DeepSpeed's universal form (every parameter and every state of the optimiser
+        whole, in a file of its own), inside the checkpoint's directory; it takes 12 bytes per parameter there, and is
+        removed when it is read. Every process must see the directory.
+
+        Raises:
+            ValueError: the shards cannot be converted.
+        """
+        path = Path(checkpoint_path)
+        complete = (path / COMPLETE).is_file()
+        if not complete or world_size_of(path) == self.world_size:
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        if self.is_global_zero:
+            print(
+                f"{path} was written by {world_size_of(path)} processes and this run has {self.world_size}: "
+                "it is read by way of DeepSpeed's universal checkpoint",
+                flush=True,
+            )
+        failure = self.broadcast(_make_universal(path) if self.is_global_zero else None)
+        if failure:
+            raise ValueError(f"{path} cannot be read by {self.world_size} processes: {failure}")
+        # ZeRO-3 gives every group of parameters the settings of the first one, and all of them the same tensor as their
+        # count of steps, which each would then advance.
+        optimizer = self.deepspeed_engine.optimizer.optimizer
+        decays = [group["weight_decay"] for group in optimizer.param_groups]
+        config = self.deepspeed_engine._config
+        config.load_universal_checkpoint = True
+        try:
+            state = super().load_checkpoint(checkpoint_path, weights_only)
+        finally:
+            config.load_universal_checkpoint = False
+            self.barrier()
+            if self.is_global_zero:
+                shutil.rmtree(path / UNIVERSAL)
+                (path / f"latest_{UNIVERSAL}").unlink()
+        for group, decay in zip(optimizer.param_groups, decays, strict=True):
+            group["weight_decay"] = decay
+        for kept in optimizer.state.values():
+            if isinstance(kept.get("step"), Tensor):
+                kept["step"] = kept["step"].clone()
+        return state
+
     def teardown(self) -> None:
         # The engine's hooks and cycles go first: what is left of them when the processes disconnect may abort them.
         engine, self._hf_config, self.sequence_group = self.model, None, None
@@ -228,6 +284,17 @@ class _Unhooked:
     @staticmethod
     def apply(output: Tensor) -> Tensor:
         return output
+
+
+def _make_universal(checkpoint: Path) -> str:
+    """Convert a checkpoint's shards; why that failed, "" if it did not."""
+    shutil.rmtree(checkpoint / UNIVERSAL, ignore_errors=True)
+    # A process of its own: it starts workers, which a process with threads and connections must not do by forking.
+    folders = ("--input_folder", str(checkpoint / "checkpoint"), "--output_folder", str(checkpoint / UNIVERSAL))
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *folders, "--inject_missing_state"]
+    environment = os.environ | {"DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return "" if done.returncode == 0 else f"ds_to_universal failed: {done.stdout[-1000:]}"
 
 
 def _disconnect() -> None:

@@ -40,6 +40,17 @@ class Recorded(lightning.Callback):
 
         self.weights = {name: safe_get_full_fp32_param(p).clone() for name, p in module.model.named_parameters()}
         self.rotary = module.model.model.rotary_emb.inv_freq.clone()
+        self.bytes = states_bytes(trainer.strategy.deepspeed_engine) if module.kept else []
+
+
+def states_bytes(engine):
+    """What ZeRO-3 keeps on this rank: parameters, gradients, optimiser."""
+    optimizer = engine.optimizer
+    states = [value for state in optimizer.optimizer.state.values() for value in state.values() if value.dim()]
+    weights = [parameter.ds_tensor for parameter in engine.parameters()]
+    optimizer_states = [*states, *optimizer.fp32_partitioned_groups_flat]
+    sums = [sum(tensor.nbytes for tensor in tensors) for tensors in (weights, optimizer_states)]
+    return [sums[0], optimizer.grad_partitions_flat_buffer.nbytes, sums[1]]
 
 
 def train(run, spec):
@@ -48,6 +59,24 @@ def train(run, spec):
     from pod.module import PodModule
 
     class Module(PodModule):
+        kept = {}  # what the first forward saved for its backward, by address
+
+        def training_step(self, batch, index):
+            if not run.get("bytes") or self.kept:
+                return super().training_step(batch, index)
+            self.kept = {}
+
+            def pack(tensor):
+                pointer = tensor.untyped_storage().data_ptr()
+                if all(pointer != parameter.untyped_storage().data_ptr() for parameter in self.parameters()):
+                    self.kept[pointer] = tensor  # kept, so that no address is used twice
+                return tensor
+
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                loss = super().training_step(batch, index)
+            self.kept = {"bytes": sum(tensor.untyped_storage().nbytes() for tensor in self.kept.values())}
+            return loss
+
         def configure_model(self):
             super().configure_model()
             self.loaded = sum(p.numel() for p in self.model.parameters())
@@ -97,6 +126,7 @@ def train(run, spec):
         "calls": calls,
         "groups": trainer.strategy.distributed_sampler_kwargs,
         "flops": module.flops_per_token(),
+        "bytes": [*recorded.bytes, *module.kept.values()],
     }
 
 

@@ -96,6 +96,21 @@ def test_fit_writes_what_it_says(trained):
         assert any(row[column] for row in rows), column
 
 
+def test_a_step_of_more_micro_batches_is_resumed(prepared, tmp_path):
+    """As when fewer processes go on: Lightning's counts of micro-batches must be those of the new run."""
+    path = recipe_file(tmp_path, prepared)
+    short = [f"recipe={path}", "trainer.max_steps=4", "trainer.checkpoint_every=3", "optimizer.warmup_steps=0"]
+    fit(load_recipe([*short, "data.micro_batch_size=8"]))
+    whole = load_checkpoint(tmp_path / "run")[0]["state_dict"]
+    whole = {name: weight.clone() for name, weight in whole.items()}
+    (tmp_path / "run" / "steps" / "step=4.ckpt").unlink()
+    fit(load_recipe([*short, "data.micro_batch_size=1", "resume=auto"]))
+    content, file = load_checkpoint(tmp_path / "run")
+    assert file.name == "step=4.ckpt"
+    for name, weight in content["state_dict"].items():
+        torch.testing.assert_close(weight, whole[name], rtol=1e-4, atol=1e-6)
+
+
 def test_answers_are_weighed_and_scored(prepared, tmp_path):
     path = recipe_file(tmp_path, prepared)
     weighed = ["trainer.answer_weight=2.0", "trainer.max_steps=1", "trainer.validate_every=1"]

@@ -215,6 +215,17 @@ def test_flops_are_those_of_torch():
     assert counter.get_total_flops() == pytest.approx(length * (matrices + all_pairs), rel=0.01)
 
 
+def test_a_window_takes_the_flops_of_the_pairs_it_has():
+    shape = replace(Shape.from_config(CONFIG), window=7)
+    for length in (1, 5, 7, 8, 40):
+        pairs = sum(min(i + 1, 7) for i in range(length))
+        per_pair = 3 * 4 * shape.layers * shape.heads * shape.head_dim
+        assert shape.flops_per_token(length)[1] * length == pytest.approx(pairs * per_pair)
+    plans = [make_plan(load_recipe([f"recipe=llama3-32k-{kind}"])) for kind in ("dense", "wa-cpt")]
+    assert plans[1].memory.sharing == Sharing() and plans[1].memory.shape.window == 4096
+    assert plans[1].hours < plans[0].hours
+
+
 def test_zero_divides_the_states():
     shape = Shape.from_config(CONFIG)
     one = Memory(shape, Sharing(), length=128, zero=True, processes=1, activation_bytes=2)

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,6 +28,7 @@ import pod
 from pod.data import PreparedDataset, SampleWriter
 from pod.fit import last_checkpoint, resume_from, world_size_of
 from pod.module import PodModule
+from pod.plan import Memory, Shape, Sharing
 from pod.recipe import load_recipe
 from pod.sequence_parallel import SequenceGroup
 
@@ -37,6 +39,16 @@ STEPS, CLIP, LR, MIN_LR, DECAY, BETAS, MICRO = 4, 0.05, 5e-4, 1e-4, 0.1, (0.9, 0
 MODULE = {"sink_size": 2, "recent_size": 5, "lr": LR, "min_lr": MIN_LR, "weight_decay": DECAY, "max_steps": STEPS}
 BLOCKS = [[0, 0], [0, 1], [2, 1], [2, 1]]  # the two KV heads share differently
 LENGTH = 37  # odd, so no part of it is whole
+# Wide enough that hidden states and anchors outweigh token ids and angles, as they do in a real model.
+WIDE = {
+    "vocab_size": 80,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +69,7 @@ def inputs(tmp_path_factory):
             tie_word_embeddings=kv_heads == 2,
         )
         LlamaForCausalLM(config).save_pretrained(folder / f"kv{kv_heads}")
+    LlamaForCausalLM(LlamaConfig(**WIDE)).save_pretrained(folder / "wide")
     generator = np.random.default_rng(0)
     for name in ("packed", "plain"):
         tokens = generator.integers(0, 80, (70, LENGTH))
@@ -185,6 +198,26 @@ def check(run, ranks, relative=1e-5):
         assert wrote["loaded"] == (0 if run["stage"] == 3 else parameters), "ZeRO-3 loads sharded"
 
 
+def check_plan(run, ranks):
+    """The bytes of each rank against the plan's."""
+    plan = Memory(
+        Shape.from_config(WIDE | {"model_type": "llama"}),
+        Sharing.of_anchors(BLOCKS),
+        length=LENGTH,
+        micro_batch=MICRO,
+        zero=True,
+        processes=len(ranks),
+        sequence_parallel=run["sequence_parallel_size"],
+        loss_chunk=7,
+    )
+    kinds = ("parameters", "gradients", "optimizer", "checkpoints")
+    for wrote in ranks:
+        for kind, found in zip(kinds, wrote["bytes"], strict=True):
+            assert getattr(plan, kind) == pytest.approx(found, rel=0.15), kind
+        assert replace(plan, checkpointing=False).checkpoints != pytest.approx(found, rel=0.3), "this can fail"
+        assert replace(plan, processes=1).optimizer != pytest.approx(wrote["bytes"][2], rel=0.3)
+
+
 def check_exchange(run, ranks, heads=4, kv_heads=2, dimension=4, itemsize=4):
     """Calls and bytes by the formula of pod/sequence_parallel.py."""
     size, passes = run["sequence_parallel_size"], 2 + (run["checkpointing"] is not None)
@@ -220,9 +253,13 @@ def test_two_processes_are_one(inputs, tmp_path):
         "sp2-bf16": a_run(inputs, 2, precision="bf16-mixed"),
         "dp2-bf16": a_run(inputs, 1, precision="bf16-mixed"),
     }
+    wide = {"base": str(inputs / "wide"), "checkpointing": False, "bytes": True}
+    runs["sp2-wide"] = a_run(inputs, 2, data="plain", **wide)
     wrote = launch(tmp_path, 2, runs)
     for name, run in runs.items():
-        if run["precision"] == "32-true":
+        if name == "sp2-wide":
+            check_plan(run, wrote[name])
+        elif run["precision"] == "32-true":
             check(run, wrote[name])
             check_exchange(run, wrote[name], kv_heads=1 if "one-kv" in name or name == "dp2-zero2" else 2)
     check_exchange(runs["sp2-bf16"], wrote["sp2-bf16"], itemsize=2)
@@ -301,9 +338,26 @@ def test_deepspeed_is_missing(monkeypatch):
         pod.UlyssesDeepSpeedStrategy(2)
 
 
+@pytest.mark.slow
 def test_deepspeed_is_imported_when_a_strategy_is_made():
     code = "import sys, pod.fit, pod; pod.UlyssesDeepSpeedStrategy; assert 'deepspeed' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize("code, requeued", [(143, True), (0, False), (1, False)])
+def test_the_slurm_job_is_queued_again_only_when_it_was_told_to_end(tmp_path, code, requeued):
+    for name, ends in (("srun", code), ("scontrol", 0)):
+        (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {tmp_path}/calls\nexit {ends}\n')
+        (tmp_path / name).chmod(0o755)
+    slurm = {"SLURM_NNODES": "2", "SLURM_NTASKS_PER_NODE": "8", "SLURM_JOB_ID": "7", "PYTHON": "python"}
+    environment = os.environ | slurm | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    line = ["bash", str(ROOT / "docs" / "slurm.sh"), "llama31-128k", "seed=1"]
+    assert subprocess.run(line, env=environment).returncode == code
+    run, *after = (tmp_path / "calls").read_text().splitlines()
+    arguments = run.removeprefix("srun python -m pod.fit ").split()
+    recipe = load_recipe(arguments)
+    assert (recipe.seed, recipe.resume, recipe.trainer.num_nodes, recipe.trainer.devices) == (1, "auto", 2, 8)
+    assert after == (["scontrol requeue 7"] if requeued else [])
 
 
 # The commands
@@ -371,8 +425,7 @@ def test_fit_resume_and_export_with_a_shared_sequence(inputs, tmp_path):
     def resumed(*arguments):
         return resume_from(load_recipe([f"recipe={path}", *arguments, "resume=auto"]), steps)
 
-    with pytest.raises(ValueError, match="written by 2 processes, this run has 1"):
-        resumed("trainer.strategy=deepspeed")
+    assert resumed("trainer.strategy=deepspeed") == steps / "step=4.ckpt"
     with pytest.raises(ValueError, match="sharded by DeepSpeed: continue with trainer.strategy=deepspeed"):
         resumed()
     shard = next((steps / "step=4.ckpt").glob("checkpoint/*_optim_states.pt"))
@@ -389,14 +442,22 @@ def test_fit_resume_and_export_with_a_shared_sequence(inputs, tmp_path):
     wanted = plain_loss(model, [PreparedDataset(inputs / "packed", "validation")[number] for number in (0, 1)])
     assert abs(logged(run, "val_loss")[3] - wanted.item()) < 1e-5 * wanted.item()
 
-    shutil.rmtree(steps / "step=4.ckpt")
-    done = command("pod.fit", f"recipe={path}", *sharded, "resume=auto")
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert f"continuing from {steps / 'step=2.ckpt'}" in done.stdout
-    again = logged(run, "train_loss", "version_1")
-    assert sorted(again) == [2, 3]
-    for step, loss in again.items():
-        assert abs(loss - uninterrupted[step]) <= 1e-6 * loss
+    # Killed after step 2 and continued by as many processes, then by one.
+    alone = ("trainer.strategy=deepspeed", "trainer.devices=1")
+    for version, processes in (("version_1", sharded), ("version_2", alone)):
+        shutil.rmtree(steps / "step=4.ckpt")
+        done = command("pod.fit", f"recipe={path}", *processes, "resume=auto")
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert f"continuing from {steps / 'step=2.ckpt'}" in done.stdout
+        said = "was written by 2 processes and this run has 1: it is read by way of DeepSpeed's universal checkpoint"
+        assert (said in done.stdout) == (processes is alone)
+        for column in ("train_loss", "grad_norm", "val_loss"):
+            wanted, again = logged(run, column), logged(run, column, version)
+            assert sorted(again) == [step for step in sorted(wanted) if step >= 2]
+            for step, value in again.items():
+                assert abs(value - wanted[step]) <= 2e-6 * value, (version, column, step)
+        assert last_checkpoint(steps) == steps / "step=4.ckpt" and world_size_of(steps / "step=2.ckpt") == 2
+        assert not list((steps / "step=2.ckpt").glob("*universal*")), "removed when it is read"
 
 
 @needs_deepspeed

@@ -46,6 +46,7 @@ def shared_score_attention(
     scale: float | None = None,
     lengths: Tensor | None = None,
     document_ids: Tensor | None = None,
+    window_only: bool = False,
     return_lse: bool = False,
     return_gate: bool = False,
     backend: str = "auto",
@@ -70,6 +71,7 @@ def shared_score_attention(
         lengths: [B] real tokens of each row, right-aligned (left padding). Positions count from the first real token.
         document_ids: [B, T] non-decreasing, -1 padding; tokens see their own document only, positions count from its
             first token.
+        window_only: distant pairs do not count at all: window attention with sinks, without q_distant and k_distant.
         return_lse, return_gate: also return these, in this order.
         backend: "auto", "reference" (eager, [T, T] in memory) or "composed" (torch's flash attention, linear memory).
             "auto" is the environment variable POD_ATTENTION_BACKEND if set, else composed.
@@ -94,6 +96,7 @@ def shared_score_attention(
         scale=scale,
         lengths=lengths,
         document_ids=document_ids,
+        window_only=window_only,
         return_lse=return_lse,
         return_gate=return_gate,
     )

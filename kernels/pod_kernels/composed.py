@@ -9,7 +9,7 @@ attention can run (n_s = sink_size, n_r = recent_size, T > n_s + n_r):
     n_r+n_s .. T-1     0 .. n_s-1         q, k                  sinks of the others: a full rectangle
     n_s+n_r .. T-1     n_s .. i-n_r       q_distant, k_distant  distant: a causal square
 
-With T <= n_s + n_r, or without q_distant, everything is one causal square.
+With T <= n_s + n_r, or without q_distant, everything is one causal square. Window attention leaves out the last kind.
 
 The backward runs each piece's own backward with the *merged* output and log-sum-exp. A flash backward recomputes the
 weights as exp(logit - lse) and subtracts rowsum(grad_out * out); with the merged two, these are the weights and the
@@ -66,18 +66,24 @@ class Piece:
 
 @lru_cache(maxsize=256)
 def plan(
-    length: int, sink_size: int, recent_size: int, distant: bool, native_window: bool = False
+    length: int,
+    sink_size: int,
+    recent_size: int,
+    distant: bool,
+    native_window: bool = False,
+    window_only: bool = False,
 ) -> tuple[Piece, ...]:
-    """The disjoint pieces that cover all pairs j <= i; the proximal ones come first.
+    """The disjoint pieces that cover all pairs j <= i that count; the proximal ones come first.
 
     Args:
         length: tokens of the sequence, T.
         sink_size, recent_size: as in `shared_score_attention`.
         distant: whether distant logits have queries and keys of their own.
         native_window: the kernel has a sliding window; without one, the window is cut into masked bands.
+        window_only: distant pairs do not count.
     """
     end = sink_size + recent_size
-    if not distant or length <= end:
+    if not (distant or window_only) or length <= end:
         return (Piece((0, length), (0, length), "causal", first=True),)
     pieces = []
     if native_window:
@@ -93,7 +99,8 @@ def plan(
     if sink_size > 0:
         pieces.append(Piece((recent_size, end), (0, sink_size), "causal"))
         pieces.append(Piece((end, length), (0, sink_size), "full"))
-    pieces.append(Piece((end, length), (sink_size, length - recent_size), "causal", distant=True))
+    if not window_only:
+        pieces.append(Piece((end, length), (sink_size, length - recent_size), "causal", distant=True))
     return tuple(pieces)
 
 
@@ -345,6 +352,10 @@ class Sizes(NamedTuple):
     sink_size: int
     recent_size: int
     scale: float
+    window_only: bool
+
+    def pieces(self, length: int, distant: bool, kernel: Kernel) -> tuple[Piece, ...]:
+        return plan(length, self.sink_size, self.recent_size, distant, kernel == "flash_cuda", self.window_only)
 
 
 def _forward(
@@ -359,7 +370,7 @@ def _forward(
     """out in q's dtype, lse, and the proximal keys' own lse, of full sequences."""
     kernel = choose_kernel(q, v)
     length = q.shape[2]
-    pieces = plan(length, sizes.sink_size, sizes.recent_size, q_distant is not None, kernel == "flash_cuda")
+    pieces = sizes.pieces(length, q_distant is not None, kernel)
     splits = head_splits(kernel, q.shape[1], k.shape[1])
     mask = band_mask(pieces, sizes.recent_size, q.dtype, q.device)
     if len(pieces) == len(splits) == 1:
@@ -409,7 +420,7 @@ def _backward(
     q, k, v, q_distant, k_distant = inputs
     kernel = choose_kernel(q, v)
     length = q.shape[2]
-    pieces = plan(length, sizes.sink_size, sizes.recent_size, q_distant is not None, kernel == "flash_cuda")
+    pieces = sizes.pieces(length, q_distant is not None, kernel)
     splits = head_splits(kernel, q.shape[1], k.shape[1])
     mask = band_mask(pieces, sizes.recent_size, q.dtype, q.device)
     grads = [
@@ -551,6 +562,7 @@ def shared_score_attention(
     scale: float | None = None,
     lengths: Tensor | None = None,
     document_ids: Tensor | None = None,
+    window_only: bool = False,
     return_lse: bool = False,
     return_gate: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
@@ -570,6 +582,7 @@ def shared_score_attention(
         scale: factor on every logit; D ** -0.5 when None.
         lengths: [B] real tokens of each row, right-aligned (left padding).
         document_ids: [B, T] non-decreasing, -1 padding; tokens see their own document only.
+        window_only: distant pairs do not count at all: window attention with sinks.
         return_lse, return_gate: also return these, in this order.
 
     Returns:
@@ -580,8 +593,8 @@ def shared_score_attention(
     Raises:
         ValueError: shapes, dtypes, sizes or lengths do not fit; says which.
     """
-    reference.check_inputs(q, k, v, q_distant, k_distant, sink_size, recent_size, lengths, document_ids)
-    sizes = Sizes(sink_size, recent_size, q.shape[-1] ** -0.5 if scale is None else scale)
+    reference.check_inputs(q, k, v, q_distant, k_distant, sink_size, recent_size, lengths, document_ids, window_only)
+    sizes = Sizes(sink_size, recent_size, q.shape[-1] ** -0.5 if scale is None else scale, window_only)
     groups = None if lengths is None else _rows_by_length(lengths, q.shape[2])
     if q.shape[0] == 0 or q.shape[2] == 0:
         groups = []

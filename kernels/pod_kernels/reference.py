@@ -26,6 +26,7 @@ def check_inputs(
     recent_size: int,
     lengths: Tensor | None,
     document_ids: Tensor | None,
+    window_only: bool = False,
 ) -> None:
     """Refuse shapes and sizes that no backend can serve.
 
@@ -38,6 +39,8 @@ def check_inputs(
     kv_heads = k.shape[1]
     if heads % kv_heads:
         raise ValueError(f"query heads ({heads}) must be a multiple of key/value heads ({kv_heads})")
+    if window_only and q_distant is not None:
+        raise ValueError("window_only leaves distant pairs out: pass no q_distant and k_distant with it")
     if (q_distant is None) != (k_distant is None):
         raise ValueError("q_distant and k_distant come together: pass both, or None for both (plain causal attention)")
     for name, tensor, shape in (
@@ -100,6 +103,7 @@ def shared_score_attention(
     scale: float | None = None,
     lengths: Tensor | None = None,
     document_ids: Tensor | None = None,
+    window_only: bool = False,
     return_lse: bool = False,
     return_gate: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
@@ -117,6 +121,7 @@ def shared_score_attention(
         scale: factor on every logit; D ** -0.5 when None.
         lengths: [B] real tokens of each row, right-aligned (left padding).
         document_ids: [B, T] non-decreasing, -1 padding; tokens see their own document only.
+        window_only: distant pairs do not count at all: window attention with sinks.
         return_lse, return_gate: also return these, in this order.
 
     Returns:
@@ -127,7 +132,7 @@ def shared_score_attention(
     Raises:
         ValueError: shapes, dtypes or sizes do not fit; says which.
     """
-    check_inputs(q, k, v, q_distant, k_distant, sink_size, recent_size, lengths, document_ids)
+    check_inputs(q, k, v, q_distant, k_distant, sink_size, recent_size, lengths, document_ids, window_only)
     batch, heads, length, dim = q.shape
     groups = heads // k.shape[1]
     scale = dim**-0.5 if scale is None else scale
@@ -142,6 +147,8 @@ def shared_score_attention(
     visible = visible[:, None]
     proximal = (positions[:, None, :] < sink_size) | (positions[:, :, None] - positions[:, None, :] < recent_size)
     proximal = proximal[:, None]
+    if window_only:
+        visible = visible & proximal
 
     logits = torch.matmul(q.to(accumulate), repeated(k).transpose(2, 3)) * scale
     if q_distant is not None:

@@ -94,6 +94,7 @@ def slot_attention(
     recent_size: int,
     scale: float,
     decay: Tensor | None = None,
+    window: Tensor | None = None,
     return_logits: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, int]:
     """Attention of T queries to F slots and, causally, to their own T tokens.
@@ -111,6 +112,7 @@ def slot_attention(
         sink_size, recent_size: which pairs are proximal, by the tokens' positions.
         scale: factor on every logit.
         decay: [T] float32, the factor of each query in `sums`; None for no sums.
+        window: [B, F] int64 positions of the tokens in the slots; distant pairs then do not count. None: all do.
         return_logits: give the anchor heads' logits back, for one query.
 
     Returns:
@@ -130,8 +132,13 @@ def slot_attention(
     if count > 1:
         # One query reads slots and chunk in place. For many, one product over both is worth the copy.
         keys, values = ((torch.cat(list(pieces), dim=2),) for pieces in (keys, values))
+    near = None
+    if window is not None:
+        key, query = torch.cat([window, positions], dim=1)[:, None], positions[..., None]
+        near = ((key < sink_size) | (query - key < recent_size)).expand(batch, count, width)
     if count > 1 and decay is None and not anchors:
         seen = has_key[:, None] & (column - used <= order[:, None])
+        seen = seen if near is None else seen & near
         out = _fused(q, keys[0], values[0], seen, scale)
         return out.masked_fill(~is_real[:, None, :, None], 0), None, None, heads * batch * groups * count * width
     # On a CPU the logits of one part should stay in its caches.
@@ -158,6 +165,7 @@ def slot_attention(
         if own is not None:
             pairs += _put_own(logits[num_anchors:], asked[num_anchors:], own, at, sink_size, recent_size, scale)
         seen = has_key[:, None] & (column - used <= order[part, None])
+        seen = seen if near is None else seen & near[:, part]
         logits.masked_fill_(~seen[None, :, None], torch.finfo(torch.float32).min)
         weights = torch.softmax(logits, dim=-1)
         weights.masked_fill_(~is_real[:, part][None, :, None, :, None], 0)

@@ -259,6 +259,7 @@ class SlotStore(Store):
             recent_size=self.config.recent_size,
             scale=scale,
             decay=step.decay if num_anchors else None,
+            window=stored.state.positions[0, :, : step.used] if self.config.share == "window" else None,
             return_logits=keeps_logits,
         )
         self.pairs += pairs

@@ -1,4 +1,4 @@
-"""StreamingLLM (arXiv 2309.17453): the first tokens and the last ones."""
+"""StreamingLLM (arXiv 2309.17453): the first tokens and the last ones; and the same for models with a window."""
 
 from dataclasses import dataclass
 
@@ -53,3 +53,22 @@ class StreamingLLM(StoragePolicy):
                 f"of more than one layer; got {self.budget}. Use at least {sinks + 1}."
             )
         return SlotStore(config, blocks, Cascades(sinks, self.budget - sinks, 1), rotates=self.positions == "cache")
+
+
+@dataclass(frozen=True)
+class WindowAttention(StoragePolicy):
+    """What a model with `share: window` attends to and nothing else: `PodCache` uses it for such a model.
+
+    A query sees `sink_size` first tokens and `recent_size` last ones, itself included, as in training, however many are
+    processed at once.
+
+    Args:
+        stride: queries processed at once.
+    """
+
+    stride: int = 4096
+
+    def make_store(self, config: PreTrainedConfig, blocks: LayerBlocks) -> SlotStore:
+        """An empty store for a model."""
+        # A step's own tokens are not in the slots yet.
+        return SlotStore(config, blocks, Cascades(config.sink_size, config.recent_size - 1, 1), rotates=False)
