@@ -8,12 +8,14 @@ import torch
 from test_cache import ANCHORS, DENSE, assert_close, build, fed, greedy, left_padded, recomputed, tokens
 
 import pod
-from pod.eviction import CAKE, H2O, METHODS, TOVA, Eviction, Observation, Sharing, SnapKV
+from pod.eviction import CAKE, H2O, METHODS, TOVA, AdaKV, Eviction, Observation, PyramidKV, SageKV, Sharing, SnapKV
 from pod.eviction.base import kept, lowest
 from pod.eviction.cake import share_out
 
 ALL = [SnapKV(100, window=4), H2O(100), TOVA(100), CAKE(100, window=4)]
+ALL += [PyramidKV(100, window=4), AdaKV(100, window=4), SageKV(100)]
 TIGHT = [SnapKV(16, window=4, kernel_size=3), H2O(16), TOVA(16), CAKE(16, window=4, kernel_size=3)]
+TIGHT += [PyramidKV(16, window=4, kernel_size=3), AdaKV(16, window=4, kernel_size=3), SageKV(16)]
 BOTH = [
     pytest.param(("llama", "scores", DENSE), id="dense"),
     pytest.param(("llama", "scores", ANCHORS), id="blocks"),
