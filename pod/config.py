@@ -50,8 +50,8 @@ class PodConfigMixin:
         if getattr(self, "sliding_window", None) is not None and not getattr(self, "layer_types", None):
             raise ValueError(
                 f"sliding_window is {self.sliding_window} tokens in all layers: PoD shares scores of distant tokens, "
-                "which sliding-window layers do not see. Set sliding_window=None, or use a model that was trained without "
-                "one (Mistral-7B from v0.2 on)."
+                "which sliding-window layers do not see. Set sliding_window=None, or use a model that was trained "
+                "without one (Mistral-7B from v0.2 on)."
             )
         self.blocks.check(self.num_hidden_layers, self.num_key_value_heads)
 
