@@ -133,7 +133,7 @@ def test_pyramid_is_exact_and_falls(budget, window, beta, layers):
 
 def test_ada_shares_are_exact():
     assert adakv_share_out(10, [20, 0, 10], [30, 30, 30], 0.2) == [18, 2, 10]
-    assert adakv_share_out(10, [21, 0, 9], [30, 30, 30], 0.5) == [16, 5, 9]  # 15.5, 5, 9.5: rounded 16, 5, 10
+    assert adakv_share_out(10, [21, 0, 9], [30, 30, 30], 0.5) == [15, 5, 10]  # 15.5, 5, 9.5: rounded 16, 5, 10
     assert adakv_share_out(10, [15, 5], [11, 30], 0.0) == [11, 9]
     assert adakv_share_out(10, [3, 2], [3, 4], 0.2) == [3, 4]  # there are no more
 
