@@ -151,7 +151,9 @@ def test_generate(method, which):
         assert out.shape == (2, 38)
         limit = 16 + (8 if isinstance(method, SnapKV) else 0)
         sizes = [(cache.positions(layer) >= 0).sum(dim=-1) for layer in range(5)]
-        assert isinstance(method, CAKE) or max(int(size.max()) for size in sizes) <= limit
+        assert isinstance(method, CAKE) or torch.stack(sizes).float().mean() <= limit
+        if not isinstance(method, CAKE | PyramidKV | AdaKV):  # these give layers or heads different numbers
+            assert max(int(size.max()) for size in sizes) <= limit
         assert cache.nbytes() == sum(storage.untyped_storage().nbytes() for storage in cache.storages())
     # A second turn on the last cache.
     turn = torch.cat([out, tokens(2, 5, seed=3)], dim=1)
