@@ -5,8 +5,8 @@ import importlib
 from pod import eviction, similarity
 from pod.blocks import LayerBlocks
 from pod.cache import PodCache
-from pod.config import PodLlamaConfig, PodQwen3Config
-from pod.model import PodLlamaForCausalLM, PodQwen3ForCausalLM, convert
+from pod.config import PodLlamaConfig, PodMistralConfig, PodQwen2Config, PodQwen3Config
+from pod.model import PodLlamaForCausalLM, PodMistralForCausalLM, PodQwen2ForCausalLM, PodQwen3ForCausalLM, convert
 
 # These bring lightning: loaded when first used, so that `import pod` stays light.
 _LAZY = {"PodDataModule": "pod.data", "PodModule": "pod.module", "UlyssesDeepSpeedStrategy": "pod.strategy"}
@@ -24,7 +24,11 @@ __all__ = [
     "PodDataModule",
     "PodLlamaConfig",
     "PodLlamaForCausalLM",
+    "PodMistralConfig",
+    "PodMistralForCausalLM",
     "PodModule",
+    "PodQwen2Config",
+    "PodQwen2ForCausalLM",
     "PodQwen3Config",
     "PodQwen3ForCausalLM",
     "UlyssesDeepSpeedStrategy",

@@ -23,7 +23,7 @@ from pod.eviction.base import Eviction
 from pod.eviction.manager import EvictingStorage
 from pod.eviction.storage import Rotary, StoragePolicy, Store, strides
 from pod.eviction.streaming import WindowAttention
-from pod_kernels import LayerSegments, Segments, cached_attention, shared_score_attention
+from pod_kernels import LayerSegments, Segments, SkipStats, cached_attention, shared_score_attention
 from pod_kernels.cached import Masks
 
 
@@ -57,10 +57,16 @@ class PodCache(Cache):
             eighth when full. `generate` sets it. Methods that organise storage need none: theirs has a fixed size.
         eviction: a method of `pod.eviction`, such as `SnapKV(budget=4096)`; None keeps every token. What is stored then
             is described in `pod.eviction.manager` and `pod.eviction.storage`.
+        tau: early skip: at decode, in layers that are no anchors, a query head whose gate is at least tau leaves the
+            distant tokens out, 0 to 1; the config's when None, and if that is None too, nothing is skipped.
         crop_slack: how many of the last tokens `crop` can take back (rejected draft tokens).
 
+    Attributes:
+        stats: what tau decided and left unread since the cache was empty, a `pod_kernels.SkipStats`.
+
     Raises:
-        ValueError: `config` is not a PoD config; a size is out of range; the budget is below what is always kept.
+        ValueError: `config` is not a PoD config; a size is out of range; the budget is below what is always kept; tau
+            with eviction.
     """
 
     def __init__(
@@ -68,6 +74,7 @@ class PodCache(Cache):
         config: PreTrainedConfig,
         max_length: int | None = None,
         eviction: Eviction | StoragePolicy | None = None,
+        tau: float | None = None,
         crop_slack: int = 64,
     ) -> None:
         super().__init__(layers=[])
@@ -80,6 +87,15 @@ class PodCache(Cache):
             raise ValueError(f"max_length must be at least 1 token, got {max_length}")
         if crop_slack < 0:
             raise ValueError(f"crop_slack must be >= 0 tokens, got {crop_slack}")
+        self.tau = config.tau if tau is None else tau
+        if self.tau is not None and not 0 <= self.tau <= 1:
+            raise ValueError(f"tau must be between 0 and 1, or None; got {self.tau}")
+        if self.tau is not None and eviction is not None:
+            raise ValueError(
+                f"tau={self.tau} cannot be combined with eviction: a method chooses what is read. Leave one of them out"
+                + (" (the model's config sets tau: config.tau = None takes it away)" if tau is None else "")
+            )
+        self.stats = SkipStats()
         self.config = config
         self.max_length = max_length
         self.may_grow = max_length is None
@@ -412,6 +428,8 @@ class PodCache(Cache):
             new_keys=None if is_single or not shared else new_keys.transpose(0, 1),
             scale=scale,
             masks=step.masks,
+            tau=self.tau,
+            stats=self.stats,
         )
         if not is_single:
             self._write_near(segments, new_keys, step)
@@ -449,6 +467,7 @@ class PodCache(Cache):
         self._workspace = self._lengths = self._step = None
         self._longest = self._columns = self._most_columns = self._capacity = 0
         self._even = True
+        self.stats = SkipStats()
         if self._evicting is not None:
             self._evicting.reset()
 

@@ -5,7 +5,7 @@ A PoD config.json says all that is needed to rebuild the model: `anchors` (the b
 """
 
 from huggingface_hub.dataclasses import strict
-from transformers import LlamaConfig, Qwen3Config
+from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from pod.blocks import LayerBlocks
 
@@ -45,7 +45,14 @@ class PodConfigMixin:
         if sliding:
             raise ValueError(
                 f"layers {sliding} are not full attention: PoD shares scores of distant tokens, which sliding-window "
-                "layers do not see. Set use_sliding_window=False, or use a model with full attention in all layers."
+                "layers do not see. Set use_sliding_window=False (max_window_layers then means nothing), or use a "
+                "model with full attention in all layers."
+            )
+        if getattr(self, "sliding_window", None) is not None and not getattr(self, "layer_types", None):
+            raise ValueError(
+                f"sliding_window is {self.sliding_window} tokens in all layers: PoD shares scores of distant tokens, "
+                "which sliding-window layers do not see. Set sliding_window=None, or use a model that was trained "
+                "without one (Mistral-7B from v0.2 on)."
             )
         self.blocks.check(self.num_hidden_layers, self.num_key_value_heads)
         if self.share == "window" and not self.blocks.is_dense:
@@ -79,6 +86,39 @@ class PodLlamaConfig(PodConfigMixin, LlamaConfig):
     recent_size: int = 4080
     share: str = "scores"
     tau: float | int | None = None
+
+
+@strict
+class PodMistralConfig(PodConfigMixin, MistralConfig):
+    """Config of a Mistral with shared distant scores; the PoD fields are those of `PodConfigMixin`."""
+
+    model_type = "pod_mistral"
+
+    sliding_window: int | None = None
+    anchors: list[list[int]] | None = None
+    sink_size: int = 16
+    recent_size: int = 4080
+    share: str = "scores"
+    tau: float | int | None = None
+
+
+@strict
+class PodQwen2Config(PodConfigMixin, Qwen2Config):
+    """Config of a Qwen2 (or Qwen2.5) with shared distant scores; the PoD fields are those of `PodConfigMixin`."""
+
+    model_type = "pod_qwen2"
+
+    head_dim: int | None = None  # the family computes it in its attention, the cache reads it here
+    anchors: list[list[int]] | None = None
+    sink_size: int = 16
+    recent_size: int = 4080
+    share: str = "scores"
+    tau: float | int | None = None
+
+    def __post_init__(self, **kwargs) -> None:
+        if self.head_dim is None:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        super().__post_init__(**kwargs)
 
 
 @strict

@@ -3,6 +3,7 @@
 python -m pod.generate --ckpt exports/tiny --prompt "def main():"
 python -m pod.generate --ckpt exports/llama3-32k --prompt-file book.txt --max-new-tokens 200
 python -m pod.generate --ckpt exports/tiny --prompt-file book.txt --eviction snapkv:budget=256+h2o:budget=256
+python -m pod.generate --ckpt exports/tiny --prompt-file book.txt --tau 0.7
 python -m pod.generate --eviction list
 """
 
@@ -26,6 +27,7 @@ def generate(
     temperature: float = 0.0,
     seed: int = 0,
     eviction: methods.Eviction | None = None,
+    tau: float | None = None,
 ) -> str:
     """Stream a continuation to standard output, then print prompt length, tokens/s and cache bytes against dense.
 
@@ -36,12 +38,14 @@ def generate(
         temperature: 0 is greedy.
         seed: for sampling.
         eviction: which tokens the cache keeps; all when None.
+        tau: gate from which layers that are no anchors leave distant tokens out, 0 to 1; the model's own when None.
 
     Returns:
         The new text.
 
     Raises:
-        ValueError: an empty prompt, no such model, no tokenizer beside it, a budget below what is always kept.
+        ValueError: an empty prompt, no such model, no tokenizer beside it, a budget below what is always kept, tau
+            out of range or with eviction.
     """
     try:
         model = AutoModelForCausalLM.from_pretrained(ckpt, dtype="auto")
@@ -53,7 +57,7 @@ def generate(
     length = inputs.input_ids.shape[1]
     if length == 0:
         raise ValueError("the prompt is empty: give at least one token to continue")
-    cache = PodCache(model.config, max_length=length + max_new_tokens, eviction=eviction)
+    cache = PodCache(model.config, max_length=length + max_new_tokens, eviction=eviction, tau=tau)
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     start = time.perf_counter()
@@ -76,6 +80,12 @@ def generate(
         f"included)\ncache {cache.nbytes():,} bytes for {capacity} tokens, dense {dense:,} bytes: "
         f"{1 - cache.nbytes() / dense:.1%} saved"
     )
+    if cache.tau is not None:
+        stats = cache.stats
+        print(
+            f"tau {cache.tau}: {stats.skipped:,} of {stats.decisions:,} decisions skipped, "
+            f"{stats.unread_values:,} of {stats.distant_values:,} distant values not read"
+        )
     return tokenizer.decode(new, skip_special_tokens=True)
 
 
@@ -88,6 +98,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--tau", type=float, help="gate from which layers that are no anchors leave distant tokens out, 0 to 1"
+    )
     parser.add_argument(
         "--eviction",
         metavar="METHOD",
@@ -106,7 +119,9 @@ def main(arguments: list[str]) -> int:
         for method in chosen:
             if len(chosen) > 1:
                 print(f"\n{method}")
-            generate(options.ckpt, prompt, options.max_new_tokens, options.temperature, options.seed, method)
+            generate(
+                options.ckpt, prompt, options.max_new_tokens, options.temperature, options.seed, method, options.tau
+            )
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -30,19 +30,27 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LlamaModel,
+    MistralConfig,
+    MistralForCausalLM,
+    MistralModel,
     PreTrainedConfig,
     PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2Model,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3Model,
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, apply_rotary_pos_emb
+from transformers.models.mistral.modeling_mistral import MistralAttention, MistralDecoderLayer
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer
 
 from pod.blocks import LayerBlocks
 from pod.cache import PodCache
-from pod.config import PodLlamaConfig, PodQwen3Config, check_sizes
+from pod.config import PodLlamaConfig, PodMistralConfig, PodQwen2Config, PodQwen3Config, check_sizes
 from pod.sequence_parallel import SequenceShard
 from pod_kernels import shared_score_attention
 
@@ -577,6 +585,68 @@ class PodLlamaForCausalLM(PodForCausalLM, LlamaForCausalLM):
         self.model.become_pod(PodLlamaDecoderLayer, PodLlamaAttention)
 
 
+class PodMistralAttention(PodAttention, MistralAttention):
+    """Mistral's attention with shared distant scores."""
+
+
+class PodMistralDecoderLayer(PodDecoderLayer, MistralDecoderLayer):
+    """Mistral's decoder layer with running anchors."""
+
+
+class PodMistralModel(PodModel, MistralModel):
+    """Mistral's decoder stack with running anchors."""
+
+    config_class = PodMistralConfig
+    config: PodMistralConfig
+
+    def __init__(self, config: PodMistralConfig) -> None:
+        super().__init__(config)
+        self.become_pod(PodMistralDecoderLayer, PodMistralAttention)
+
+
+class PodMistralForCausalLM(PodForCausalLM, MistralForCausalLM):
+    """A Mistral that shares the scores of distant tokens between neighbouring layers."""
+
+    config_class = PodMistralConfig
+    config: PodMistralConfig
+
+    def __init__(self, config: PodMistralConfig) -> None:
+        super().__init__(config)
+        self.model.__class__ = PodMistralModel
+        self.model.become_pod(PodMistralDecoderLayer, PodMistralAttention)
+
+
+class PodQwen2Attention(PodAttention, Qwen2Attention):
+    """Qwen2's attention with shared distant scores."""
+
+
+class PodQwen2DecoderLayer(PodDecoderLayer, Qwen2DecoderLayer):
+    """Qwen2's decoder layer with running anchors."""
+
+
+class PodQwen2Model(PodModel, Qwen2Model):
+    """Qwen2's decoder stack with running anchors."""
+
+    config_class = PodQwen2Config
+    config: PodQwen2Config
+
+    def __init__(self, config: PodQwen2Config) -> None:
+        super().__init__(config)
+        self.become_pod(PodQwen2DecoderLayer, PodQwen2Attention)
+
+
+class PodQwen2ForCausalLM(PodForCausalLM, Qwen2ForCausalLM):
+    """A Qwen2 that shares the scores of distant tokens between neighbouring layers."""
+
+    config_class = PodQwen2Config
+    config: PodQwen2Config
+
+    def __init__(self, config: PodQwen2Config) -> None:
+        super().__init__(config)
+        self.model.__class__ = PodQwen2Model
+        self.model.become_pod(PodQwen2DecoderLayer, PodQwen2Attention)
+
+
 class PodQwen3Attention(PodAttention, Qwen3Attention):
     """Qwen3's attention with shared distant scores."""
 
@@ -610,6 +680,8 @@ class PodQwen3ForCausalLM(PodForCausalLM, Qwen3ForCausalLM):
 
 FAMILIES = {
     "llama": Family(LlamaConfig, PodLlamaConfig, PodLlamaModel, PodLlamaForCausalLM),
+    "mistral": Family(MistralConfig, PodMistralConfig, PodMistralModel, PodMistralForCausalLM),
+    "qwen2": Family(Qwen2Config, PodQwen2Config, PodQwen2Model, PodQwen2ForCausalLM),
     "qwen3": Family(Qwen3Config, PodQwen3Config, PodQwen3Model, PodQwen3ForCausalLM),
 }
 

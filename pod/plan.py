@@ -66,12 +66,13 @@ KNOWN_CONFIGS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a Llama or Qwen3.
+    """The sizes of a Llama, Mistral, Qwen2 or Qwen3.
 
     Attributes:
         tied: the head is the embedding.
         qk_norm: queries and keys have a norm of their own.
         window: the most tokens that a token attends to; None: all before it.
+        qkv_bias: the projections to queries, keys and values have a bias.
     """
 
     layers: int
@@ -84,6 +85,7 @@ class Shape:
     tied: bool = False
     qk_norm: bool = False
     window: int | None = None
+    qkv_bias: bool = False
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "Shape":
@@ -93,9 +95,13 @@ class Shape:
             RecipeError: a family that PoD does not have.
         """
         family = config.get("model_type", "").removeprefix("pod_")
-        if family not in ("llama", "qwen3"):
-            raise RecipeError(f"model_type {family!r}: the plan knows llama and qwen3")
+        if family not in ("llama", "mistral", "qwen2", "qwen3"):
+            raise RecipeError(f"model_type {family!r}: the plan knows llama, mistral, qwen2 and qwen3")
         defaults = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "vocab_size": 32000}
+        if family == "mistral":
+            defaults.update(intermediate_size=14336, num_key_value_heads=8)
+        if family == "qwen2":
+            defaults.update(intermediate_size=22016, vocab_size=151936, num_key_value_heads=32)
         if family == "qwen3":
             defaults.update(intermediate_size=22016, vocab_size=151936, num_key_value_heads=32, head_dim=128)
         fields = {**defaults, "num_attention_heads": 32, **{k: v for k, v in config.items() if v is not None}}
@@ -110,6 +116,7 @@ class Shape:
             vocab=fields["vocab_size"],
             tied=fields.get("tie_word_embeddings", False),
             qk_norm=family == "qwen3",
+            qkv_bias=family == "qwen2",
         )
 
     @property
@@ -122,8 +129,9 @@ class Shape:
     def parameters(self) -> int:
         """All parameters, a tied head counted once."""
         norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
+        biases = self.head_dim * (self.heads + 2 * self.kv_heads) if self.qkv_bias else 0
         ends = self.vocab * self.hidden * (1 if self.tied else 2) + self.hidden
-        return self.layers * (self.layer_matrices + norms) + ends
+        return self.layers * (self.layer_matrices + norms + biases) + ends
 
     def flops_per_token(self, length: int) -> tuple[float, float]:
         """(of the matrices, of attention), forward and backward of one token in a sample of `length` tokens.

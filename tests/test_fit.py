@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -250,7 +251,11 @@ def test_export_gives_the_trained_logits_and_fit_adapts_from_it(trained, prepare
     command = [sys.executable, "-m", "pod.generate", "--ckpt", str(tmp_path / "pod"), "--prompt", "def main" * 8]
     done = subprocess.run([*command, "--max-new-tokens", "4"], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "tokens/s" in done.stdout and "saved" in done.stdout
+    assert "tokens/s" in done.stdout and "saved" in done.stdout and "tau" not in done.stdout
+    done = subprocess.run([*command, "--max-new-tokens", "4", "--tau", "0"], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    skipped, decisions = re.search(r"tau 0.0: (\d+) of (\d+) decisions skipped", done.stdout).groups()
+    assert skipped == decisions
 
 
 def test_a_failed_export_leaves_nothing(trained, tmp_path, monkeypatch):

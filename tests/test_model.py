@@ -19,8 +19,12 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
+    MistralConfig,
+    MistralForCausalLM,
     OPTConfig,
     OPTForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -31,7 +35,12 @@ from pod.similarity import attention_similarity
 ROOT = Path(__file__).parents[1]
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, HIDDEN, VOCAB = 5, 4, 2, 16, 64, 97
 GROUPS = HEADS // KV_HEADS
-CLASSES = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
+CLASSES = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
 FAMILIES = sorted(CLASSES)
 # Head-wise: blocks of different sizes in the two heads, a block that starts above layer 0, a last layer of its own.
 BLOCKS = pod.LayerBlocks([[0, 0], [0, 1], [0, 1], [3, 1], [3, 4]])
@@ -69,13 +78,19 @@ def tiny_config(family="llama", **overrides):
         "initializer_range": 0.2,
         "tie_word_embeddings": False,
     }
+    if family == "mistral":
+        sizes["sliding_window"] = None
     return CLASSES[family][0](**{**sizes, **overrides}, attn_implementation="eager")
 
 
 def tiny_model(family="llama", **overrides):
-    """A random GQA model in eval mode, its weights so large that attention is far from uniform."""
+    """A random GQA model in eval mode, its weights so large that attention is far from uniform; no bias is zero."""
     torch.manual_seed(0)
-    return CLASSES[family][1](tiny_config(family, **overrides)).eval()
+    model = CLASSES[family][1](tiny_config(family, **overrides)).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith(".bias"):
+            torch.nn.init.normal_(parameter, std=0.5)
+    return model
 
 
 def converted(stock, blocks=BLOCKS, share="scores"):
@@ -117,11 +132,16 @@ def relative(ours, theirs):
 
 
 def assert_gradients(ours, theirs, tolerance):
-    """Every one for itself; where it must vanish (q and k of a single token), against all gradients together."""
+    """Every one for itself; where it must vanish (q and k of a single token), against all gradients together.
+
+    A bias of keys moves all logits of a query by nearly the same, which softmax takes away: what is left of its
+    gradient is a small difference of large terms, so it is measured beside that of the weight.
+    """
     assert ours.keys() == theirs.keys()
     together = torch.stack([grad.norm() for grad in theirs.values()]).norm()
     for name, grad in theirs.items():
-        size = grad.norm() if bool(grad.any()) else together
+        beside = theirs[name.replace("k_proj.bias", "k_proj.weight")]
+        size = beside.norm() if bool(beside.any()) else together
         assert float((ours[name] - grad).norm() / size) <= tolerance, name
 
 
@@ -614,7 +634,7 @@ def python(code, *arguments, timeout=300):
 def saved(tmp_path_factory):
     """A folder with a saved PoD model of each family, tied and not, and the logits that each gave."""
     folder = tmp_path_factory.mktemp("saved")
-    for family, tied in [("llama", False), ("qwen3", True)]:
+    for family, tied in [("llama", False), ("mistral", False), ("qwen2", True), ("qwen3", True)]:
         model = converted(tiny_model(family, tie_word_embeddings=tied), share="keys" if tied else "scores")
         model.config.tau = 0.75
         with torch.no_grad():
@@ -633,7 +653,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 torch.set_num_threads(1)
 folder = Path(sys.argv[1])
 input_ids = torch.randint(0, 97, (2, 29), generator=torch.Generator().manual_seed(1))
-for family in ("llama", "qwen3"):
+for family in ("llama", "mistral", "qwen2", "qwen3"):
     model = AutoModelForCausalLM.from_pretrained(folder / family).eval()
     assert torch.equal(model(input_ids, use_cache=False).logits, torch.load(folder / f"{family}.pt")), family
     base = AutoModel.from_pretrained(folder / family).eval()
@@ -655,6 +675,8 @@ def test_round_trip_in_another_process_after_import_pod_which_is_light(saved):
     anchors = BLOCKS.anchors.tolist()
     assert lines == [
         f"llama PodLlamaForCausalLM PodLlamaModel PodLlamaConfig {SINKS} {RECENT} scores 0.75 {anchors}",
+        f"mistral PodMistralForCausalLM PodMistralModel PodMistralConfig {SINKS} {RECENT} scores 0.75 {anchors}",
+        f"qwen2 PodQwen2ForCausalLM PodQwen2Model PodQwen2Config {SINKS} {RECENT} keys 0.75 {anchors}",
         f"qwen3 PodQwen3ForCausalLM PodQwen3Model PodQwen3Config {SINKS} {RECENT} keys 0.75 {anchors}",
         "done",
     ]
@@ -820,7 +842,9 @@ def test_unknown_families():
         )
     )
     for model, name in ((gpt2, "gpt2"), (opt, "opt")):
-        with pytest.raises(ValueError, match=f"model family '{name}' is not supported; supported are llama, qwen3"):
+        with pytest.raises(
+            ValueError, match=f"model family '{name}' is not supported; supported are llama, mistral, qwen2, qwen3"
+        ):
             pod.convert(model, pod.LayerBlocks.dense(2, 2))
 
 
@@ -831,6 +855,71 @@ def test_sliding_window_layers():
     kinds = ["full_attention", "sliding_attention", "full_attention", "full_attention", "full_attention"]
     with pytest.raises(ValueError, match=r"layers \[1\] are not full attention"):
         converted(tiny_model("qwen3", layer_types=kinds, use_sliding_window=True, sliding_window=8))
+
+
+def test_max_window_layers_of_qwen2():
+    sliding = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3}
+    with pytest.raises(
+        ValueError, match=r"layers \[3, 4\] are not full attention.*use_sliding_window=False.*max_window"
+    ):
+        converted(tiny_model("qwen2", **sliding))
+    # Off is off, whatever else the config says; so is a window that begins above the last layer.
+    stock = tiny_model("qwen2", **{**sliding, "use_sliding_window": False})
+    logits = converted(stock, DENSE)(tokens(2, 29), use_cache=False).logits
+    assert relative(logits, stock(tokens(2, 29)).logits) <= 1e-5
+    assert converted(tiny_model("qwen2", **{**sliding, "max_window_layers": LAYERS})).config.model_type == "pod_qwen2"
+
+
+def test_sliding_window_of_mistral(tmp_path):
+    with pytest.raises(ValueError, match=r"sliding_window is 8 tokens in all layers.*sliding_window=None"):
+        converted(tiny_model("mistral", sliding_window=8))
+    with pytest.raises(ValueError, match=r"sliding_window is 4096 tokens in all layers"):
+        pod.PodMistralConfig(sliding_window=4096)
+    model = converted(tiny_model("mistral"))
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "sliding_window": 8}))
+    with pytest.raises(ValueError, match=r"sliding_window is 8 tokens"):
+        AutoConfig.from_pretrained(tmp_path)
+
+
+def test_head_dim_of_qwen2_is_what_its_attention_computes(tmp_path):
+    sizes = {name: value for name, value in tiny_config("qwen2").to_dict().items() if name != "head_dim"}
+    stock = Qwen2ForCausalLM(Qwen2Config(**{**sizes, "hidden_size": 48})).eval()
+    assert not hasattr(stock.config, "head_dim")
+    model = pod.convert(stock, DENSE)
+    assert model.config.head_dim == model.model.layers[0].self_attn.head_dim == 12
+    assert relative(model(tokens(2, 29)).logits, stock(tokens(2, 29)).logits) <= 1e-5
+    cache = pod.PodCache(model.config)
+    model(tokens(2, 29), past_key_values=cache)
+    assert cache.nbytes() == cache.expected_nbytes(29, batch=2, itemsize=4)
+    model.save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).head_dim == 12
+
+
+@pytest.mark.parametrize("rope", ["llama3", "yarn"])
+@pytest.mark.parametrize("family", FAMILIES)
+class TestRopeScaling:
+    """Beyond the original length, decoded token by token, and read back from disk."""
+
+    def test_decoding_with_blocks_equals_a_plain_recomputation(self, family, rope):
+        stock = tiny_model(family, rope_parameters=ROPE[rope])
+        model, input_ids = converted(stock), tokens(2, 47)
+        expected = plain_pod_logits(stock, input_ids, BLOCKS.anchors, "scores")
+        cache = pod.PodCache(model.config)
+        with torch.no_grad():
+            steps = [model(part, past_key_values=cache).logits for part in input_ids.split([40] + [1] * 7, dim=1)]
+        assert relative(torch.cat(steps, dim=1), expected) <= 1e-5
+
+    def test_saved_and_loaded(self, family, rope, tmp_path):
+        model = converted(tiny_model(family, rope_parameters=ROPE[rope]))
+        model.save_pretrained(tmp_path)
+        again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+        assert torch.equal(again.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
+        assert again.model.rotary_emb.attention_scaling == model.model.rotary_emb.attention_scaling
+        assert (again.model.rotary_emb.attention_scaling != 1) == (rope == "yarn")
+        inputs = {"input_ids": tokens(2, 47), "use_cache": False}
+        assert torch.equal(again(**inputs).logits, model(**inputs).logits)
 
 
 BROKEN = [

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from pod.blocks import LayerBlocks
-from pod.config import PodLlamaConfig, PodQwen3Config
+from pod.config import PodLlamaConfig, PodMistralConfig, PodQwen2Config, PodQwen3Config
 from pod.fit import main
-from pod.model import PodLlamaForCausalLM, PodQwen3ForCausalLM
+from pod.model import PodLlamaForCausalLM, PodMistralForCausalLM, PodQwen2ForCausalLM, PodQwen3ForCausalLM
 from pod.module import PodModule
 from pod.plan import KNOWN_CONFIGS, Memory, Shape, Sharing, make_plan
 from pod.recipe import RecipeError, load_recipe, recipes
@@ -183,6 +183,9 @@ def test_at_most_is_never_below_what_blocks_take(seed):
         (KNOWN_CONFIGS["Qwen/Qwen3-8B"], (PodQwen3Config, PodQwen3ForCausalLM)),
         ({"model_type": "llama", "num_hidden_layers": 2}, (PodLlamaConfig, PodLlamaForCausalLM)),
         ({"model_type": "qwen3", "num_hidden_layers": 2}, (PodQwen3Config, PodQwen3ForCausalLM)),
+        ({**CONFIG, "model_type": "qwen2"}, (PodQwen2Config, PodQwen2ForCausalLM)),
+        ({"model_type": "qwen2", "num_hidden_layers": 2}, (PodQwen2Config, PodQwen2ForCausalLM)),
+        ({"model_type": "mistral", "num_hidden_layers": 2}, (PodMistralConfig, PodMistralForCausalLM)),
     ],
 )
 def test_parameters_are_counted(config, model):
@@ -295,7 +298,7 @@ def test_an_unknown_model_is_refused():
         RecipeError, match="someone/something: there is no .* or name one of meta-llama/Meta-Llama-3-8B"
     ):
         make_plan(recipe)
-    with pytest.raises(RecipeError, match="model_type 'gpt2': the plan knows llama and qwen3"):
+    with pytest.raises(RecipeError, match="model_type 'gpt2': the plan knows llama, mistral, qwen2 and qwen3"):
         Shape.from_config({"model_type": "gpt2"})
 
 

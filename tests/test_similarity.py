@@ -52,7 +52,11 @@ def tiny_model(family="llama", attn_implementation="eager", **overrides):
     }
     torch.manual_seed(0)
     config = config_class(**{**sizes, **extra, **overrides}, attn_implementation=attn_implementation)
-    return model_class(config).eval()
+    model = model_class(config).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith(".bias"):
+            torch.nn.init.normal_(parameter, std=0.5)
+    return model
 
 
 def tokens(*shape, seed=1):

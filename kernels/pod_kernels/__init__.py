@@ -5,11 +5,13 @@ from pod_kernels.attention import shared_score_attention
 from pod_kernels.cached import cached_attention
 from pod_kernels.packed import PackedLayer, attention_weights, packed_attention
 from pod_kernels.segments import LayerSegments, Segments
+from pod_kernels.skipping import SkipStats
 
 __all__ = [
     "LayerSegments",
     "Segments",
     "PackedLayer",
+    "SkipStats",
     "attention_weights",
     "cached_attention",
     "reference",

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pod_kernels.segments import LayerSegments, Segments
+from pod_kernels.skipping import SkipStats, attend_skipping
 
 # Logits that one chunk of queries may materialise; 2**25 float32 numbers are 128 MiB.
 MAX_LOGITS = 2**25
@@ -35,6 +36,8 @@ def reference_cached_attention(
     distant_keys: tuple[tuple[Segments, int], ...] = (),
     new_keys: Tensor | None = None,
     scale: float | None = None,
+    tau: float | None = None,
+    stats: SkipStats | None = None,
     return_lse: bool = False,
     return_gate: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
@@ -54,6 +57,7 @@ def reference_cached_attention(
         near_positions = layer.near_positions(lengths)[row].tolist() if len(layer.order) > layer.num_anchors else []
         for place, kv_head in enumerate(layer.order):
             shared = place - layer.num_anchors
+            skips = []
             for head in range(kv_head * groups, (kv_head + 1) * groups):
                 for query in range(count):
                     position = int(positions[row, query])
@@ -79,10 +83,17 @@ def reference_cached_attention(
                             if 0 <= key_position <= position and proximal:
                                 logits[key_position] = key @ own * scale
                     weights = torch.softmax(logits, dim=0)
-                    out[row, head, query] = (weights @ stored(layer.values, row, place)[:seen]).to(q.dtype)
                     lse[row, head, query] = torch.logsumexp(logits, dim=0)
                     distant = slice(layer.sink_size, max(layer.sink_size, seen - layer.recent_size))
                     gate[row, head, query] = 1 - weights[distant].sum()
+                    if shared >= 0 and count == 1 and tau is not None:
+                        skips.append(bool(gate[row, head, query] >= tau))
+                        if skips[-1]:
+                            logits[distant] = -torch.inf
+                            weights = torch.softmax(logits, dim=0)
+                    out[row, head, query] = (weights @ stored(layer.values, row, place)[:seen]).to(q.dtype)
+            if skips and stats is not None:
+                stats.add(skips, distant.stop - distant.start)
     return _results(out, lse, gate, return_lse, return_gate)
 
 
@@ -106,6 +117,8 @@ def cached_attention(
     new_keys: Tensor | None = None,
     scale: float | None = None,
     masks: Masks | None = None,
+    tau: float | None = None,
+    stats: SkipStats | None = None,
     return_lse: bool = False,
     return_gate: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
@@ -130,7 +143,10 @@ def cached_attention(
         new_keys: [B, S, T, D] the other heads' own keys of the queries' tokens, when not yet in `layer.near`.
         scale: factor on every logit; D ** -0.5 when None.
         masks: what all layers of a forward have in common is kept here: an empty dictionary for every forward.
-        return_lse, return_gate: also return [B, H, T] float32 each, as `shared_score_attention` does.
+        tau: with one query, heads that are no anchors leave distant tokens out where the gate is at least tau; see
+            `pod_kernels.skipping`. None leaves out none.
+        stats: what tau decided is added to it.
+        return_lse, return_gate: also return [B, H, T] float32 each, as `shared_score_attention` does, whatever tau is.
 
     Returns:
         out [B, H, T, D] in q's dtype, zero at padding (+ lse, gate).
@@ -195,7 +211,11 @@ def cached_attention(
         if not in_runs:
             logits.masked_fill_(_hidden(at, width, masks, chunk == count), torch.finfo(torch.float32).min)
         weights = torch.softmax(logits, dim=-1)
-        out = (weights[..., :length].to(values.dtype).flatten(2, 3) @ values).unflatten(2, (groups, -1))
+        if tau is None or count > 1 or anchors == kv_heads:
+            out = weights[..., :length].to(values.dtype).flatten(2, 3) @ values
+        else:
+            out = attend_skipping(logits[..., :length], values, at, layer, tau, stats)
+        out = out.unflatten(2, (groups, -1))
         if not in_runs:
             out = out.masked_fill((at < 0)[None, :, None, :, None], 0)
         lse = gate = out.new_empty(0)

@@ -1,8 +1,8 @@
 """Pass-key retrieval: a key is hidden in a long text and asked for at its end.
 
 The text is cut into lines; the key's line stands between two of them at the wanted depth, and the prompt ends with the
-beginning of the line that repeats the key. The model then generates. Other keys may be spread over the text, which makes
-it a matter of names too. Every prompt of one length has exactly that many tokens, so that a batch needs no padding.
+beginning of the line that repeats the key. The model then generates. Other keys may be spread over the text, so that
+names matter too. Every prompt of one length has exactly that many tokens, so that a batch needs no padding.
 """
 
 import random

@@ -19,10 +19,13 @@ from collections.abc import Iterable
 from dataclasses import MISSING, fields
 from typing import get_type_hints
 
+from pod.eviction.adakv import AdaKV
 from pod.eviction.base import Combined, Eviction, Observation, Sharing, Stage, accepted_types
 from pod.eviction.cake import CAKE
 from pod.eviction.cascade import Cascade
 from pod.eviction.h2o import H2O
+from pod.eviction.pyramidkv import PyramidKV
+from pod.eviction.sagekv import SageKV
 from pod.eviction.snapkv import SnapKV
 from pod.eviction.storage import StoragePolicy, Store
 from pod.eviction.streaming import StreamingLLM
@@ -30,9 +33,12 @@ from pod.eviction.tova import TOVA
 
 METHODS: dict[str, type] = {
     "snapkv": SnapKV,
+    "pyramidkv": PyramidKV,
+    "adakv": AdaKV,
     "h2o": H2O,
     "tova": TOVA,
     "cake": CAKE,
+    "sagekv": SageKV,
     "streamingllm": StreamingLLM,
     "cascade": Cascade,
 }
@@ -133,10 +139,13 @@ __all__ = [
     "H2O",
     "METHODS",
     "TOVA",
+    "AdaKV",
     "Cascade",
     "Combined",
     "Eviction",
     "Observation",
+    "PyramidKV",
+    "SageKV",
     "Sharing",
     "SnapKV",
     "Stage",

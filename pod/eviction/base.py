@@ -77,15 +77,19 @@ class Stage:
         layer: its index.
         heads: the KV heads anchored there, A of them.
         held: [A][B] tokens that each holds.
-        scores: [B, A, N] of the layer whose stage it is, None for the layers before it.
+        scores: [B, A, N] of the layer whose stage it is, in order of position; None for the layers before it.
+        candidates: [B, A, N] bool, the tokens that are not always kept; None for the layers before it.
         preference: [B] what `Eviction.preference` said; None for methods without.
+        budgets: [A][B] what `Eviction.allocate` said last; None for the layer whose stage it is.
     """
 
     layer: int
     heads: tuple[int, ...]
     held: list[list[int]]
     scores: Tensor | None
+    candidates: Tensor | None
     preference: list[float] | None
+    budgets: list[list[int]] | None = None
 
 
 @dataclass
@@ -120,6 +124,8 @@ class Eviction:
         positions: "absolute": a key keeps the rotation of its position in the text.
         when: 0 evicts after a prefill only, n also after every n-th decoded token.
         carries: scores stay with their tokens, and those of further queries are added.
+        lasting: a prefill's scores stay with their tokens and decide at steps too; a new token's is 0, and what a step
+            scores is added for that step only.
         per_layer: all KV heads anchored in a layer keep the same positions.
     """
 
@@ -129,6 +135,7 @@ class Eviction:
     positions: ClassVar[str] = "absolute"
     when: ClassVar[int] = 0
     carries: ClassVar[bool] = False
+    lasting: ClassVar[bool] = False
     per_layer: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -147,6 +154,10 @@ class Eviction:
     def protected(self) -> int:
         """The last tokens of each row that are always kept."""
         return 0
+
+    def protected_with(self, groups: int) -> int:
+        """The same, for methods where it depends on the query heads per KV head."""
+        return self.protected
 
     @property
     def observed(self) -> int:
@@ -214,13 +225,16 @@ class Combined(Eviction):
                 f"Combined: {type(self.scorer).__name__} always keeps {self.scorer.protected} last tokens and "
                 f"{type(self.allocator).__name__} {self.allocator.protected}: give both the same window"
             )
-        for name in ("when", "carries", "per_layer"):
+        for name in ("when", "carries", "lasting", "per_layer"):
             object.__setattr__(self, name, getattr(self.scorer, name))
 
     protected = property(lambda self: self.scorer.protected)
     observed = property(lambda self: self.scorer.observed)
     preference_window = property(lambda self: self.allocator.preference_window)
     threshold = property(lambda self: self.allocator.threshold)
+
+    def protected_with(self, groups: int) -> int:
+        return self.scorer.protected_with(groups)
 
     def score(self, seen: Observation) -> Tensor:
         return self.scorer.score(seen)

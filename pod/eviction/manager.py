@@ -149,6 +149,7 @@ class EvictingStorage:
         self.blocks: LayerBlocks = config.blocks
         self.anchors = self.blocks.anchors.tolist()
         self.last_layer = {(row[g], g): layer for layer, row in enumerate(self.anchors) for g in range(len(row))}
+        self.protected = method.protected_with(config.num_attention_heads // config.num_key_value_heads)
         self.evicts_at_steps = method.when > 0 and method.query_aware
         self.near_limit = config.sink_size + config.recent_size + (0 if self.evicts_at_steps else crop_slack)
         self.sinks = {unit: config.sink_size if last > unit[0] else 0 for unit, last in self.last_layer.items()}
@@ -157,10 +158,10 @@ class EvictingStorage:
                 self.sinks[layer, head] = max(s for (other, _), s in self.sinks.items() if other == layer)
         self.in_prefill = False
         most = max(self.sinks.values())
-        if method.budget < most + method.protected:
+        if method.budget < most + self.protected:
             raise ValueError(
-                f"{type(method).__name__}: budget ({method.budget} tokens) is below the {most + method.protected} that "
-                f"are always kept: {method.protected} last ones and {most} sinks of blocks of several layers. Raise "
+                f"{type(method).__name__}: budget ({method.budget} tokens) is below the {most + self.protected} that "
+                f"are always kept: {self.protected} last ones and {most} sinks of blocks of several layers. Raise "
                 "budget, or convert the model with a smaller sink_size"
             )
         self.reset()
@@ -353,9 +354,11 @@ class EvictingStorage:
             scores, preference = self._scored(queries, step.positions, keys[:anchors], held, newest)
             heads = self.orders[layer][:anchors]
             live = [(newest + 1).tolist()] * anchors
-            budgets = self._allocated(Stage(layer, heads, live, scores, preference), newest)
+            forced = self._forced(layer, heads, held, newest)
+            stage = Stage(layer, heads, live, scores, (held >= 0) & ~forced, preference)
+            budgets = self._allocated(stage, newest)
             targets = self._targets(live, budgets, newest)
-            keep = kept(scores, held, self._forced(layer, heads, held, newest), _counts(targets, newest.device))
+            keep = kept(scores, held, forced, _counts(targets, newest.device))
             sizes = []
             for index, head in enumerate(heads):
                 chosen = Chosen.of(keep[:, index], step.positions)
@@ -461,21 +464,23 @@ class EvictingStorage:
     def _forced(self, layer: int, heads: tuple[int, ...], held: Tensor, newest: Tensor) -> Tensor:
         """[B, A, N] what is always kept: the last tokens, and sinks of units of several layers."""
         sinks = held.new_tensor([self.sinks[layer, head] for head in heads])[:, None]
-        return (held >= 0) & ((held < sinks) | (held > newest[:, None, None] - self.method.protected))
+        return (held >= 0) & ((held < sinks) | (held > newest[:, None, None] - self.protected))
 
     def _allocated(self, stage: Stage, newest: Tensor) -> list[list[int]]:
         """Enter the stage; budgets [A][B] of its units, and new targets of those before it."""
         stages = self.prefill.stages
         for earlier in stages:
-            earlier.scores = None
+            earlier.scores = earlier.candidates = None
             earlier.held = self.tables[earlier.layer].held
         stages.append(stage)
-        always = {unit: sinks + self.method.protected for unit, sinks in self.sinks.items()}
+        always = {unit: sinks + self.protected for unit, sinks in self.sinks.items()}
         budgets = self.method.allocate(Sharing(self.blocks, always, (newest + 1).tolist(), stages))
         for earlier, counts in zip(stages[:-1], budgets, strict=False):
+            earlier.budgets = counts
             table = self.tables[earlier.layer]
             table.budgets = counts
             table.targets = self._targets(table.held, counts, newest)
+        stage.budgets = budgets[-1]
         return budgets[-1]
 
     def _targets(self, held: list[list[int]], budgets: list[list[int]], newest: Tensor) -> list[list[int]]:
@@ -499,7 +504,8 @@ class EvictingStorage:
             table.scores = Segments.packed(table.slots.sizes, held.shape[0], 1, dtype=torch.float32, device=held.device)
             _add(table.scores, scores)
         table.held = (held >= 0).sum(dim=-1).t().tolist()
-        table.budgets = self._allocated(Stage(layer, table.heads, table.held, scores, preference), newest)
+        candidates = (held >= 0) & ~self._forced(layer, table.heads, held, newest)
+        table.budgets = self._allocated(Stage(layer, table.heads, table.held, scores, candidates, preference), newest)
         table.targets = self._targets(table.held, table.budgets, newest)
         self.newest = newest
 
@@ -538,7 +544,7 @@ class EvictingStorage:
         self.decoded = self.added = 0
         for table in self.tables.values():
             table.targets = None
-            if not self.method.carries or self.is_frozen:
+            if not (self.method.carries or self.method.lasting) or self.is_frozen:
                 table.scores = None
 
     def _condemn(self, layer: int, weights: Tensor) -> None:
@@ -550,6 +556,8 @@ class EvictingStorage:
         if self.method.carries:
             _add(table.scores, scores)
             scores = table.scores.padded(0)[..., 0].transpose(0, 1)
+        elif self.method.lasting:
+            scores = scores + table.scores.padded(0)[..., 0].transpose(0, 1)
         if (self.decoded + 1) % self.method.when:
             return
         forced = self._forced(layer, table.heads, held, newest)
@@ -613,7 +621,7 @@ class EvictingStorage:
             _write(stored.keys, slots[:anchors], keys[:anchors], real)
             positions = step.positions.expand(anchors, -1, -1)[..., None].int()
             _write(table.slots, slots[:anchors], positions, real)
-            if self.method.carries and table.scores is not None:
+            if (self.method.carries or self.method.lasting) and table.scores is not None:
                 _write(table.scores, slots[:anchors], torch.zeros_like(positions, dtype=torch.float32), real)
             if self.acts:
                 self._look(layer, queries)

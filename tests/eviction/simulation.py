@@ -5,10 +5,11 @@ Written from the rules of the methods, one row, one KV head and one token at a t
 """
 
 import math
+from fractions import Fraction
 
 import numpy as np
 
-from pod.eviction import CAKE, H2O, TOVA, SnapKV
+from pod.eviction import CAKE, H2O, TOVA, AdaKV, PyramidKV, SageKV, SnapKV
 
 
 class Ambiguous(Exception):
@@ -26,6 +27,7 @@ class Simulation:
         self.held = {}  # (row, anchor layer, KV head) -> {position: key}
         self.sums = {}  # the same -> {position: accumulated attention}
         self.counts = {}  # the same -> tokens kept while decoding
+        self.chosen = {}  # the same -> what SAGE-KV chose, for good
         self.seen = {}
         self.records = []
         attend = cache.attend
@@ -53,6 +55,8 @@ class Simulation:
             return self.method.window
         if isinstance(self.method, H2O):
             return self.method.budget // 2 if self.method.recent is None else self.method.recent
+        if isinstance(self.method, SageKV):
+            return self.method.budget - self.method.budget // 4 - self.groups * self.best_of_each()
         return 0
 
     def weights(self, query: np.ndarray, position: int, tokens: dict) -> dict:
@@ -121,6 +125,8 @@ class Simulation:
                     for p, weight in weights.items():
                         summed[p] += weight / self.groups
             return self.pooled(unit[0], summed, method.kernel_size, method.pooling)
+        if isinstance(method, SageKV):
+            return self.sage(unit, None if decoding else attention[-1])
         if isinstance(method, H2O):
             for heads in attention:
                 for weights in heads:
@@ -179,6 +185,13 @@ class Simulation:
                 if self.seen[row] > threshold:
                     for head in range(self.num_heads):
                         counts.update(self.shares(row, head, attention))
+        for row in self.seen:
+            if self.seen[row] > threshold and isinstance(self.method, PyramidKV):
+                for head in range(self.num_heads):
+                    counts.update(self.pyramid(row, head))
+            if self.seen[row] > threshold and isinstance(self.method, AdaKV):
+                for layer in range(self.num_layers):
+                    counts.update(self.competition(row, layer, scores))
         self.counts.update(counts)
         for unit in attention:
             if self.seen[unit[0]] > threshold:
@@ -197,6 +210,101 @@ class Simulation:
     def keep(self, unit: tuple, positions: set) -> None:
         self.held[unit] = {p: key for p, key in self.held[unit].items() if p in positions}
         self.sums[unit] = {p: value for p, value in self.sums[unit].items() if p in positions}
+
+    # ------------------------------------------------------------------ SAGE-KV
+
+    def best_of_each(self) -> int:
+        count = 1
+        while 2 * count * 2 * self.groups <= self.method.budget:
+            count *= 2
+        return count if 2 * self.groups <= self.method.budget else 0
+
+    def sage(self, unit: tuple, last: list | None) -> dict:
+        """Places in a queue: sinks, what each head chose, the next best by maximum; recent tokens none."""
+        sinks, held = self.method.budget // 4, self.held[unit]
+        if last is not None:
+            between = [p for p in held if sinks <= p < self.seen[unit[0]] - self.last()]
+            union = set()
+            for weights in last:
+                ranked = sorted(between, key=lambda p: (weights[p], p), reverse=True)
+                union |= set(ranked[: self.best_of_each()])
+                if len(ranked) > self.best_of_each() > 0:
+                    first, second = (weights[ranked[self.best_of_each() - i]] for i in (1, 0))
+                    if 0 < abs(first - second) < 1e-6 * first:
+                        raise Ambiguous
+            others = sorted(between, key=lambda p: (max(weights[p] for weights in last), p))
+            for p, q in zip(others, others[1:], strict=False):
+                gap = abs(max(weights[p] for weights in last) - max(weights[q] for weights in last))
+                if 0 < gap < 1e-7:
+                    raise Ambiguous
+            queue = [p for p in others if p not in union] + [p for p in others if p in union]
+            self.chosen[unit] = {p: 1.0 + place for place, p in enumerate(queue)}
+        return {p: 1e9 if p < sinks else self.chosen[unit].get(p, 0.0) for p in held}
+
+    # ------------------------------------------------------------------ PyramidKV's and AdaKV's budgets
+
+    def pyramid(self, row: int, head: int) -> dict:
+        """A staircase down the layers; a block keeps its layers' mean."""
+        method = self.method
+        mean, prefix = method.budget - method.window, self.seen[row] - method.window
+        blocks = sorted({line[head] for line in self.anchors})
+        if self.seen[row] < 2 * mean:
+            return {(row, anchor, head): method.budget for anchor in blocks}
+        low = mean // method.beta
+        high = 2 * mean - low
+        if high >= prefix:
+            high, low = prefix, 2 * mean - prefix
+        step = (high - low) // (self.num_layers - 1)
+        line = [high - layer * step for layer in range(self.num_layers)]
+        given = {}
+        for anchor in blocks:
+            steps = [line[layer] for layer in range(self.num_layers) if self.anchors[layer][head] == anchor]
+            given[anchor] = max(math.floor(sum(steps) / len(steps)), self.sinks(anchor, head))
+
+        def total() -> int:
+            return sum(given[self.anchors[layer][head]] for layer in range(self.num_layers))
+
+        turn = 0
+        while total() > mean * self.num_layers:
+            anchor = blocks[-1 - turn % len(blocks)]
+            given[anchor] -= given[anchor] > self.sinks(anchor, head)
+            turn += 1
+        return {(row, anchor, head): method.window + count for anchor, count in given.items()}
+
+    def competition(self, row: int, layer: int, scores: dict) -> dict:
+        """Heads anchored in a layer, those of equally large blocks against each other."""
+        method, counts = self.method, {}
+        heads = [head for head in range(self.num_heads) if self.anchors[layer][head] == layer]
+        for size in {self.size(layer, head) for head in heads}:
+            rivals = [head for head in heads if self.size(layer, head) == size]
+            sinks = self.sinks(layer, rivals[0])
+            each = method.budget - method.window - sinks
+            tokens = [
+                (score, p, -head)
+                for head in rivals
+                for p, score in scores[row, layer, head].items()
+                if sinks <= p < self.seen[row] - method.window
+            ]
+            tokens.sort(reverse=True)
+            best, rest = tokens[: each * len(rivals)], tokens[each * len(rivals) :]
+            if best and rest and 0 < best[-1][0] - rest[0][0] < 1e-6 * best[-1][0]:
+                raise Ambiguous
+            room = {head: sum(token[2] == -head for token in tokens) for head in rivals}
+            given = {}
+            for head in rivals:
+                won = sum(token[2] == -head for token in best)
+                exact = won + (each - won) * Fraction(str(method.alpha))
+                given[head] = min(round(exact), room[head])
+            wanted, turn = min(each * len(rivals), len(tokens)), 0
+            while sum(given.values()) != wanted:
+                head = rivals[turn % len(rivals)]
+                if sum(given.values()) < wanted:
+                    given[head] += given[head] < room[head]
+                else:
+                    given[head] -= given[head] > 0
+                turn += 1
+            counts |= {(row, layer, head): method.window + sinks + given[head] for head in rivals}
+        return counts
 
     # ------------------------------------------------------------------ CAKE's budgets
 

@@ -8,12 +8,18 @@ from simulation import Ambiguous, Simulation
 from test_cache import ANCHORS, DENSE, build, fed, left_padded, tokens
 
 import pod
-from pod.eviction import CAKE, H2O, TOVA, Combined, SnapKV
+from pod.eviction import CAKE, H2O, TOVA, AdaKV, Combined, PyramidKV, SageKV, Sharing, SnapKV, Stage
+from pod.eviction.adakv import share_out as adakv_share_out
 
 SMALL = ((0, 0), (0, 1), (2, 1))  # blocks of one and two layers
 METHODS = {
     "snapkv": lambda budget, window: SnapKV(budget, window=window, kernel_size=3),
     "snapkv-avg": lambda budget, window: SnapKV(budget, window=window, kernel_size=5, pooling="avg"),
+    "pyramidkv": lambda budget, window: PyramidKV(budget, window=window, kernel_size=3),
+    "pyramidkv-avg": lambda budget, window: PyramidKV(budget, window=window, pooling="avg", beta=2),
+    "adakv": lambda budget, window: AdaKV(budget, window=window, kernel_size=3),
+    "adakv-avg": lambda budget, window: AdaKV(budget, window=window, pooling="avg", alpha=0.5),
+    "sagekv": lambda budget, window: SageKV(budget),
     "h2o": lambda budget, window: H2O(budget),
     "h2o-recent": lambda budget, window: H2O(budget, recent=window),
     "tova": lambda budget, window: TOVA(budget),
@@ -89,15 +95,56 @@ def test_budgets_add_up(name, anchors):
     fed(model, cache, tokens(2, 50))
     for _ in range(2):  # after the prefill, and when decoding has evicted
         held = torch.stack([(cache.positions(layer) >= 0).sum(dim=-1) for layer in range(5)])  # [L, B, H_kv]
-        if not name.startswith("cake"):
+        if name.startswith("adakv"):  # heads trade with heads that share as much
+            assert (held.sum(dim=2) == 2 * 14).all() or anchors is not DENSE
+            assert (held.sum(dim=(0, 2)) == 5 * 2 * 14).all()
+            assert (held != 14).any() or anchors is not DENSE
+        elif not name.startswith(("cake", "pyramidkv")):
             assert (held == 14).all()
         elif anchors is DENSE:
             assert (held.sum(dim=0) == 5 * 14).all()
         else:  # a remainder smaller than the smallest block may be left over
             assert (held.sum(dim=0) <= 5 * 14).all() and (held.sum(dim=0) >= 5 * 14 - 2).all()
-        if name.startswith("snapkv"):
+        if method.when == 0:
             break
         fed(model, cache, tokens(2, 1))
+
+
+@pytest.mark.parametrize(
+    "budget, window, beta, layers", [(2048, 8, 20, 32), (128, 8, 20, 32), (64, 8, 14, 7), (9, 8, 1, 5)]
+)
+def test_pyramid_is_exact_and_falls(budget, window, beta, layers):
+    method, mean = PyramidKV(budget, window=window, beta=beta), budget - window
+    blocks = pod.LayerBlocks.dense(layers, 1)
+    always = {(layer, 0): window for layer in range(layers)}
+    counts = {}
+    for seen in (budget, 2 * mean - 1, 2 * mean, 3 * budget, 10**6):
+        stages = [Stage(layer, (0,), [[seen]], None, None, None) for layer in range(layers)]
+        counts[seen] = [line[0][0] - window for line in method.allocate(Sharing(blocks, always, [seen], stages))]
+        assert sum(counts[seen]) == mean * layers and min(counts[seen]) >= 0
+        assert counts[seen] == sorted(counts[seen], reverse=True) and counts[seen][0] <= max(mean, seen - window)
+    least, most = mean // beta, 2 * mean - mean // beta
+    long = counts[10**6]
+    assert long[-1] >= least and most - layers / 2 * ((most - least) % (layers - 1)) <= long[0] <= most
+    assert counts[budget] == [mean] * layers
+    if beta > 1:
+        assert len(set(long)) == layers
+
+
+def test_ada_shares_are_exact():
+    assert adakv_share_out(10, [20, 0, 10], [30, 30, 30], 0.2) == [18, 2, 10]
+    assert adakv_share_out(10, [21, 0, 9], [30, 30, 30], 0.5) == [15, 5, 10]  # 15.5, 5, 9.5: rounded 16, 5, 10
+    assert adakv_share_out(10, [15, 5], [11, 30], 0.0) == [11, 9]
+    assert adakv_share_out(10, [3, 2], [3, 4], 0.2) == [3, 4]  # there are no more
+
+
+def test_sage_takes_the_paper_sizes():
+    method = SageKV(8192)
+    assert (method.sinks, method.chosen_per_head(4), method.protected_with(4)) == (2048, 1024, 2048)
+    assert (method.sinks, method.chosen_per_head(7), method.protected_with(7)) == (2048, 512, 2560)
+    assert SageKV(16).chosen_per_head(16) == 0 and SageKV(16).protected_with(16) == 12
+    with pytest.raises(ValueError, match="SageKV: budget must be at least 4 tokens"):
+        SageKV(3)
 
 
 @pytest.mark.parametrize("scorer", [H2O(16, recent=4), SnapKV(16, window=4)], ids=["h2o", "snapkv"])

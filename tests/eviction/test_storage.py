@@ -8,12 +8,14 @@ import torch
 from test_cache import ANCHORS, DENSE, assert_close, build, fed, greedy, left_padded, recomputed, tokens
 
 import pod
-from pod.eviction import CAKE, H2O, METHODS, TOVA, Eviction, Observation, Sharing, SnapKV
+from pod.eviction import CAKE, H2O, METHODS, TOVA, AdaKV, Eviction, Observation, PyramidKV, SageKV, Sharing, SnapKV
 from pod.eviction.base import kept, lowest
 from pod.eviction.cake import share_out
 
 ALL = [SnapKV(100, window=4), H2O(100), TOVA(100), CAKE(100, window=4)]
+ALL += [PyramidKV(100, window=4), AdaKV(100, window=4), SageKV(100)]
 TIGHT = [SnapKV(16, window=4, kernel_size=3), H2O(16), TOVA(16), CAKE(16, window=4, kernel_size=3)]
+TIGHT += [PyramidKV(16, window=4, kernel_size=3), AdaKV(16, window=4, kernel_size=3), SageKV(16)]
 BOTH = [
     pytest.param(("llama", "scores", DENSE), id="dense"),
     pytest.param(("llama", "scores", ANCHORS), id="blocks"),
@@ -149,7 +151,9 @@ def test_generate(method, which):
         assert out.shape == (2, 38)
         limit = 16 + (8 if isinstance(method, SnapKV) else 0)
         sizes = [(cache.positions(layer) >= 0).sum(dim=-1) for layer in range(5)]
-        assert isinstance(method, CAKE) or max(int(size.max()) for size in sizes) <= limit
+        assert isinstance(method, CAKE) or torch.stack(sizes).float().mean() <= limit
+        if not isinstance(method, CAKE | PyramidKV | AdaKV):  # these give layers or heads different numbers
+            assert max(int(size.max()) for size in sizes) <= limit
         assert cache.nbytes() == sum(storage.untyped_storage().nbytes() for storage in cache.storages())
     # A second turn on the last cache.
     turn = torch.cat([out, tokens(2, 5, seed=3)], dim=1)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pod_kernels import LayerSegments, Segments, cached, cached_attention, reference
+from pod_kernels import LayerSegments, Segments, SkipStats, cached, cached_attention, reference
 from pod_kernels.cached import reference_cached_attention
 
 DIM = 16
@@ -326,3 +326,79 @@ def test_ring_slots_and_positions_against_a_plain_ring(sinks, recent, slack, cap
     # Inverse of each other: each held position stands in the slot that near_slots names.
     rows, columns = (positions >= 0).nonzero(as_tuple=True)
     assert torch.equal(layer.near_slots(positions[rows, columns]), columns)
+
+
+# Early skip
+
+
+@LAYOUTS
+@pytest.mark.parametrize("uses_scores", [True, False])
+@pytest.mark.parametrize("tau", [0.0, 0.3, 0.5, 0.8, 1.0])
+def test_skipping_equals_reference_and_its_counts(is_anchor, uses_scores, tau):
+    torch.manual_seed(5)
+    lengths = torch.tensor([*LENGTHS, 0])  # a row of which only padding was seen
+    layer = make_layer(is_anchor, lengths)
+    q, q_distant = torch.randn(2, len(lengths), HEADS, 1, DIM)
+    scores = torch.randn(KV_HEADS, len(lengths), GROUPS, 1, CAPACITY)
+    options = dict(positions=lengths[:, None] - 1, lengths=lengths, length=int(lengths.max()))
+    if uses_scores:
+        options["score_heads"] = ()
+    else:
+        options |= dict(q_distant=q_distant, distant_keys=anchor_keys(layer, lengths))
+    results, stats = [], []
+    for function in (cached_attention, reference_cached_attention):
+        stats.append(SkipStats())
+        workspace = scores.clone() if uses_scores else None
+        results.append(
+            function(q, layer, scores=workspace, tau=tau, stats=stats[-1], return_lse=True, return_gate=True, **options)
+        )
+    assert_equal(*results)
+    assert stats[0] == stats[1]
+    shared = KV_HEADS - layer.num_anchors
+    distant = [max(0, seen - SINKS - RECENT) for seen in LENGTHS]
+    assert stats[0].decisions == shared * GROUPS * sum(count > 0 for count in distant)
+    assert stats[0].distant_values == shared * sum(distant)
+    if tau == 0:
+        assert stats[0].skipped == stats[0].decisions and stats[0].unread_values == stats[0].distant_values
+    plain = cached_attention(
+        q, layer, scores=scores.clone() if uses_scores else None, return_lse=True, return_gate=True, **options
+    )
+    for one, other in zip(results[0][1:], plain[1:], strict=True):  # lse and gate are those of all tokens
+        assert torch.equal(one, other)
+    anchors = [head for kv in layer.order[: layer.num_anchors] for head in range(kv * GROUPS, (kv + 1) * GROUPS)]
+    torch.testing.assert_close(results[0][0][:, anchors], plain[0][:, anchors])
+    skipped = (plain[2] >= tau)[..., 0]
+    skipped[:, anchors] = False
+    torch.testing.assert_close(results[0][0][~skipped], plain[0][~skipped])
+
+
+def test_a_skipping_group_does_not_read_distant_values():
+    torch.manual_seed(6)
+    lengths = torch.tensor(LENGTHS)
+    layer = make_layer((False, False, False), lengths)
+    q = torch.randn(len(LENGTHS), HEADS, 1, DIM)
+    scores = torch.full((KV_HEADS, len(LENGTHS), GROUPS, 1, CAPACITY), -9.0)  # hardly any mass is distant
+    scores[1, 1, 0] = 30.0  # but for one query head of one row
+    for row, seen in enumerate(LENGTHS):  # NaN times a weight of zero is NaN: reading shows
+        for head in range(KV_HEADS):
+            start = int(layer.values.offsets[row, head])
+            if (row, layer.order[head]) != (1, 1):
+                layer.values.data[start + SINKS : start + max(SINKS, seen - RECENT)] = torch.nan
+    stats = SkipStats()
+    options = dict(positions=lengths[:, None] - 1, lengths=lengths, length=int(lengths.max()), scores=scores)
+    out = cached_attention(q, layer, tau=0.7, stats=stats, **options)
+    assert out.isfinite().all()
+    distant = [max(0, seen - SINKS - RECENT) for seen in LENGTHS]
+    assert stats.decisions - stats.skipped == 1
+    assert stats.distant_values - stats.unread_values == distant[1]
+
+
+def test_several_queries_never_skip():
+    torch.manual_seed(7)
+    q, layer, options = several_queries((True, False, True))
+    stats = SkipStats()
+    skipping = cached_attention(q, layer, tau=0.0, stats=stats, **options)
+    assert torch.equal(skipping, cached_attention(q, layer, **options)) and stats == SkipStats()
+    expected = reference_cached_attention(q, layer, tau=0.0, stats=stats, **options)
+    assert stats == SkipStats()
+    assert_equal((skipping,), (expected,))

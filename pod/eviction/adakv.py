@@ -1,0 +1,92 @@
+"""AdaKV (arXiv 2407.11550): the KV heads of a layer compete for its budget."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pod.eviction.base import Sharing, Stage
+from pod.eviction.snapkv import SnapKV
+
+
+@dataclass(frozen=True)
+class AdaKV(SnapKV):
+    """SnapKV, with more tokens for heads whose scores are spread and fewer for those whose are concentrated.
+
+    With P = budget - window, n_h is how many of the P * heads highest pooled scores of a layer lie in head h, which
+    keeps round(n_h * (1 - alpha) + P * alpha) tokens and the window. What rounding leaves over, or takes too much, is
+    made up one token each from the first head on, so that the layer's total is exact. Of equal scores the more recent
+    token's comes first, then the lower head's. Heads hold different numbers of tokens and are stored so.
+
+    Under PoD those heads compete that are anchored in the same layer and whose blocks have equally many layers, so
+    that the bytes stay the same; the sinks of blocks of several layers come off P.
+
+    Args:
+        budget: tokens kept per layer and KV head on average, the window included.
+        window, kernel_size, pooling: as `SnapKV`.
+        alpha: the part of the budget that every head gets in any case, 0 to 1.
+
+    Raises:
+        ValueError: budget below window, or a value that means nothing.
+    """
+
+    alpha: float = 0.2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.alpha <= 1:
+            raise ValueError(f"AdaKV: alpha must be between 0 and 1, got {self.alpha}")
+
+    def allocate(self, sharing: Sharing) -> list[list[list[int]]]:
+        stage = sharing.stages[-1]
+        counts = [earlier.budgets for earlier in sharing.stages[:-1]]
+        counts.append([[self.budget] * len(sharing.seen) for _ in stage.heads])
+        anchors = sharing.blocks.anchors.tolist()
+        sizes = [sum(line[head] == stage.layer for line in anchors) for head in stage.heads]
+        for size in sorted(set(sizes)):
+            rivals = [index for index, other in enumerate(sizes) if other == size]
+            always = sharing.always[stage.layer, stage.heads[rivals[0]]]
+            each = self.budget - always
+            wins = _wins(stage, rivals, each * len(rivals))
+            room = stage.candidates[:, rivals].sum(dim=-1)
+            for row, seen in enumerate(sharing.seen):
+                if seen <= self.threshold:
+                    continue
+                shares = share_out(each, wins[row].tolist(), room[row].tolist(), self.alpha)
+                for index, share in zip(rivals, shares, strict=True):
+                    counts[-1][index][row] = always + share
+        return counts
+
+
+def _wins(stage: Stage, rivals: list[int], total: int) -> Tensor:
+    """[B, heads] how many of the `total` highest scores of the heads `rivals` lie in each."""
+    scores = stage.scores[:, rivals].masked_fill(~stage.candidates[:, rivals], -torch.inf)
+    # Slots are in order of position: the more recent first, and of one position the lower head.
+    line = scores.flip(-1).transpose(1, 2).flatten(1)
+    best = line.argsort(dim=1, descending=True, stable=True)[:, :total]
+    best_heads = torch.where(line.gather(1, best).isneginf(), len(rivals), best % len(rivals))
+    return (best_heads[..., None] == torch.arange(len(rivals), device=line.device)).sum(dim=1)
+
+
+def share_out(each: int, wins: Iterable[int], room: list[int], alpha: float) -> list[int]:
+    """Tokens for each head, together `each` times their number, or all there are.
+
+    Args:
+        each: tokens that a head gets on average.
+        wins: how many of the highest scores lie in each.
+        room: the most that each can take.
+        alpha: the part of `each` that every head gets in any case.
+
+    Returns:
+        One count for each head.
+    """
+    counts = [min(round(won * (1 - alpha) + each * alpha), most) for won, most in zip(wins, room, strict=True)]
+    left = min(each * len(room), sum(room)) - sum(counts)
+    while left:
+        step = 1 if left > 0 else -1
+        for head, most in enumerate(room):
+            if left and 0 <= counts[head] + step <= most:
+                counts[head] += step
+                left -= step
+    return counts

@@ -1,0 +1,69 @@
+"""SAGE-KV (arXiv 2503.08879): the prompt's last token chooses once, head by head; recent tokens slide from then on."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from pod.eviction.base import Eviction, Observation
+
+
+@dataclass(frozen=True)
+class SageKV(Eviction):
+    """After a prefill: sinks, recent tokens, and of those between what the last token's query heads attend to most.
+
+    Of a budget B, B // 4 are sinks. With G query heads per KV head, each chooses its k best tokens, k the largest power
+    of two up to B / (2 G); all others are recent (B = 8192: k = 1024 for G = 4; k = 512, 2560 recent for G = 7). The KV
+    head keeps the union; places that are left, where heads agree, go to the tokens with the next highest maximum over
+    its query heads. While decoding, sinks and chosen tokens stay, and the oldest recent token gives way to the newest.
+
+    Args:
+        budget: tokens kept per layer and KV head, at least 4.
+
+    Raises:
+        ValueError: budget below 4.
+    """
+
+    when: ClassVar[int] = 1
+    lasting: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.budget < 4:
+            raise ValueError(f"SageKV: budget must be at least 4 tokens (a quarter of it are sinks), got {self.budget}")
+
+    @property
+    def sinks(self) -> int:
+        return self.budget // 4
+
+    def chosen_per_head(self, groups: int) -> int:
+        """k: how many tokens each of `groups` query heads chooses."""
+        most = self.budget // (2 * groups)
+        return 1 << (most.bit_length() - 1) if most else 0
+
+    def protected_with(self, groups: int) -> int:
+        """The recent tokens, with `groups` query heads per KV head."""
+        return self.budget - self.sinks - groups * self.chosen_per_head(groups)
+
+    def score(self, seen: Observation) -> Tensor:
+        # Numbers that only order: recent tokens 0, those between by rank, the union above, sinks above all.
+        length = seen.positions.shape[-1]
+        is_sink = (seen.positions >= 0) & (seen.positions < self.sinks)
+        if seen.decoding:  # what the prefill said lasts; a row that was shorter than its sinks goes on filling them
+            return is_sink * 2.0**23
+        weights = seen.weights[:, :, :, -1]
+        groups = weights.shape[2]
+        between = seen.prefix(self.protected_with(groups)) & ~is_sink
+        ranks = _ranks(weights.masked_fill(~between[:, :, None], -1))
+        is_best = (ranks >= length - self.chosen_per_head(groups)).any(dim=2)
+        order = 1 + _ranks(weights.amax(dim=2).masked_fill(~between, -1))
+        return ((order + is_best * length) * between).float() + is_sink * 2.0**23
+
+
+def _ranks(scores: Tensor) -> Tensor:
+    """[.., N] int64, 0 for the lowest; of equal scores, which are in order of position, the later ranks higher."""
+    order = scores.argsort(dim=-1, stable=True)
+    return torch.empty_like(order).scatter_(
+        -1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    )
