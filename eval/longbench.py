@@ -5,13 +5,16 @@
     python eval/longbench.py --out runs/longbench/llama3-32k --score-only
 
 Predictions are written to --out as they come; the same command goes on where a killed run stopped. When all are there,
-the scores are printed and written to `scores.json`.
+the scores are printed and written to `scores.json`, and the bytes that the cache of the longest prompt takes to
+`cache.json`; `eval/report.py` makes one table of several runs.
 """
 
 import argparse
 import json
 import sys
 from pathlib import Path
+
+import torch
 
 from pod.evaluation import longbench, metrics, models, report, runner
 
@@ -25,14 +28,18 @@ def run(options: argparse.Namespace) -> None:
     room = getattr(model.config, "max_position_embeddings", None)
     if room is not None and options.max_length >= room and runner.process()[0] == 0:
         print(f"note: prompts of {options.max_length} tokens, but the model was made for {room}", file=sys.stderr)
-    keys = {}
+    keys, longest = {}, None
     for task in tasks:
         requests = longbench.make_requests(tokenizer, task, samples.pop(task), options.max_length, options.limit)
         keys[task] = [request.key for request in requests]
+        longest = max([longest, *requests] if longest else requests, key=lambda request: len(request.text))
         predictions = runner.Predictions(options.out, task)
         runner.predict(model, tokenizer, requests, predictions, batch_size=options.batch_size)
     rows = {task: runner.Predictions(options.out, task).merge(keys[task]) for task in tasks}
     if all(rows.values()):
+        # What the cache takes is measured, on the longest prompt there is: `eval/report.py` prints it.
+        ids = torch.tensor([runner.encode(tokenizer, longest)])
+        report.write_json(options.out / "cache.json", models.measured_saving(model, ids))
         write_scores(rows, options.out)
     else:
         print(f"process {runner.process()[0]} is done; the last one to finish prints the scores", file=sys.stderr)
