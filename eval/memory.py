@@ -208,7 +208,8 @@ def draw(result: dict, path: Path) -> None:
     axes.set_yticks(range(len(cells)), [label for label, _ in cells], fontsize=7)
     axes.invert_yaxis()
     axes.set(xlabel=f"{name} at the largest batch, which stands at the bar", title=result["model"])
-    axes.legend(fontsize=7)
+    axes.margins(y=0.01)
+    figure.legend(loc="outside lower center", ncols=len(KINDS), fontsize=7)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 
