@@ -6,14 +6,17 @@
     python eval/longbench.py --out runs/longbench/llama3-32k --score-only
 
 Predictions are written to --out as they come; the same command goes on where a killed run stopped. When all are there,
-the scores are printed and written to `scores.json`. Each method of --eviction has its own folder in --out, laid out as
---out itself, and a table compares them (`comparison.md`).
+the scores are printed and written to `scores.json`, and the bytes that the cache of the longest prompt takes to
+`cache.json`; `eval/report.py` makes one table of several runs. Each method of --eviction has its own folder in --out,
+laid out as --out itself, and a table compares them (`comparison.md`).
 """
 
 import argparse
 import json
 import sys
 from pathlib import Path
+
+import torch
 
 from pod.evaluation import longbench, metrics, models, report, runner
 
@@ -31,10 +34,11 @@ def run(options: argparse.Namespace) -> None:
     room = getattr(model.config, "max_position_embeddings", None)
     if room is not None and options.max_length >= room and runner.process()[0] == 0:
         print(f"note: prompts of {options.max_length} tokens, but the model was made for {room}", file=sys.stderr)
-    keys = {}
+    keys, longest = {}, None
     for task in tasks:
         requests = longbench.make_requests(tokenizer, task, samples.pop(task), options.max_length, options.limit)
         keys[task] = [request.key for request in requests]
+        longest = max([longest, *requests] if longest else requests, key=lambda request: len(request.text))
         for variant in variants:
             runner.predict(
                 variant.model,
@@ -52,6 +56,10 @@ def run(options: argparse.Namespace) -> None:
         if not all(rows.values()):
             print(f"process {runner.process()[0]} is done; the last one to finish prints the scores", file=sys.stderr)
             return
+        # What the cache takes is measured, on the longest prompt there is: `eval/report.py` prints it.
+        ids = torch.tensor([runner.encode(tokenizer, longest)])
+        cache = None if variant.cache_factory is None else variant.cache_factory(variant.model)
+        report.write_json(folder / "cache.json", models.measured_saving(variant.model, ids, cache))
         scores[variant.name] = write_scores(rows, folder)
     if len(variants) > 1:
         compare(scores, options.out)

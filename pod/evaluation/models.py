@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, PreTrainedM
 from pod import eviction
 from pod.blocks import LayerBlocks
 from pod.cache import PodCache
-from pod.model import convert
+from pod.model import PodModel, convert
 
 NO_EVICTION = "none"
 
@@ -142,3 +142,27 @@ def cache_bytes(cache: Cache) -> int:
     if isinstance(cache, PodCache):
         return cache.nbytes()
     return sum(part.untyped_storage().nbytes() for layer in cache.layers for part in (layer.keys, layer.values))
+
+
+@torch.inference_mode()
+def measured_saving(model: PreTrainedModel, input_ids: torch.Tensor, cache: Cache | None = None) -> dict[str, float]:
+    """Fill a cache with one prompt and weigh it against the dense one.
+
+    Args:
+        model: in evaluation mode.
+        input_ids: [1, T].
+        cache: an empty one; the model's own default when None.
+
+    Returns:
+        `tokens` T, `bytes` of the cache's tensors after the prefill, `dense_bytes` of T keys and values in every layer
+        and KV head, and `saving`, the share of these that is gone.
+    """
+    if cache is None and isinstance(getattr(model, "model", None), PodModel):
+        cache = PodCache(model.config, max_length=input_ids.shape[1])
+    output = model(input_ids.to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    size = cache_bytes(output.past_key_values)
+    dense = 2 * config.num_hidden_layers * heads * dim * model.dtype.itemsize * input_ids.shape[1]
+    return {"tokens": input_ids.shape[1], "bytes": size, "dense_bytes": dense, "saving": 1 - size / dense}

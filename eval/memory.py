@@ -1,0 +1,254 @@
+"""The largest batch for prompts of x tokens and y new ones in a given memory: PoD's Table 2, by kind of byte.
+
+    python eval/memory.py --model llama3-8b --memory 80GB
+    python eval/memory.py --model exports/llama3-32k --memory H100 --eviction snapkv:budget=4096+h2o:budget=4096
+    python eval/memory.py --model exports/tiny --memory 64MB --lengths 256,512 --output 32 --measure
+
+By arithmetic: no model is loaded, only its sizes are needed. Rows are dense, PoD, and PoD with each eviction method,
+each with a prefill that computes the last position's logits only (lean, what this library does) and with one that
+keeps the whole prompt's logits in float32 beside the half precision ones. `--measure` also builds the model with random
+weights and searches for the batch on the device at hand: on a GPU by its allocator's peak, on a CPU by the bytes of all
+live tensors. Writes memory.json, memory.md and memory.png.
+"""
+
+import argparse
+import json
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+import pod
+from pod import eviction as methods
+from pod.evaluation import report
+from pod.evaluation.memory import Inference, even_blocks, measured_batch
+from pod.plan import GPUS, KNOWN_CONFIGS, RESERVED, Shape
+from pod.recipe import RecipeError
+
+SHORT_NAMES = {
+    name.split("/")[-1].lower().removeprefix("meta-").replace("llama-", "llama"): name for name in KNOWN_CONFIGS
+}
+UNITS = {"KB": 2**10, "MB": 2**20, "GB": 2**30}
+DTYPES = {"bfloat16": 2, "float32": 4}
+# PoD's Table 2: prompt -> (dense, PoD), y = 8192, LLaMA3-8B on 80 GB, 35 % saved.
+PUBLISHED = {2048: (25, 33), 4096: (13, 17), 8192: (6, 8), 16384: (3, 4)}
+KINDS = ("weights", "cache", "prefill logits", "activations")
+
+
+def read_config(name: str) -> dict:
+    """The config of a model: a directory's, or that of a known model, also by its short name.
+
+    Raises:
+        ValueError: neither.
+    """
+    file = Path(name) / "config.json"
+    if file.is_file():
+        return json.loads(file.read_text(encoding="utf-8"))
+    known = name if name in KNOWN_CONFIGS else SHORT_NAMES.get(name.lower())
+    if known is None:
+        raise ValueError(f"--model {name}: no directory with a config.json, and none of {', '.join(SHORT_NAMES)}")
+    return dict(KNOWN_CONFIGS[known])
+
+
+def read_memory(text: str) -> tuple[int, int]:
+    """(bytes, of these reserved for context and fragments) of `80GB`, `64MB` or a GPU's name; a GB is 2**30 bytes.
+
+    Raises:
+        ValueError: none of these.
+    """
+    if text in GPUS:
+        return int(GPUS[text].memory), RESERVED
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG])i?B", text, re.IGNORECASE)
+    if match is None or float(match[1]) == 0:
+        raise ValueError(f"--memory {text}: a size such as 80GB or 512MB, or one of {', '.join(GPUS)}")
+    size = int(float(match[1]) * UNITS[match[2].upper() + "B"])
+    # What is smaller than any such GPU is a budget for tensors alone.
+    return size, RESERVED if size >= 4 * RESERVED else 0
+
+
+def rows_of(options: argparse.Namespace, config: dict) -> list[tuple[str, Inference]]:
+    """(name, arithmetic for a prompt of 1 token) of every row of the table.
+
+    Raises:
+        ValueError, RecipeError: a model, blocks or method that cannot be.
+    """
+    shape = Shape.from_config(config)
+    dense = pod.LayerBlocks.dense(shape.layers, shape.kv_heads)
+    if options.blocks is not None:
+        blocks = pod.LayerBlocks.load(options.blocks)
+        blocks.check(shape.layers, shape.kv_heads)
+    elif config.get("anchors"):
+        blocks = pod.LayerBlocks(config["anchors"])
+    else:
+        blocks = even_blocks(shape.layers, shape.kv_heads, options.kv_saving)
+    sinks = config.get("sink_size", 16) if options.sinks is None else options.sinks
+    recent = config.get("recent_size", 4080) if options.recent is None else options.recent
+    common = {
+        "shape": shape, "prompt": 1, "output": options.output, "sink_size": sinks, "recent_size": recent,
+        "itemsize": DTYPES[options.dtype],
+    }  # fmt: skip
+    chosen = methods.parse_all(options.eviction) if options.eviction else []
+    rows = [("dense", Inference(blocks=dense, **common)), ("PoD", Inference(blocks=blocks, **common))]
+    rows += [(f"PoD + {type(m).__name__}({m.budget})", Inference(blocks=blocks, eviction=m, **common)) for m in chosen]
+    return [
+        (f"{name}, {kind}", replace(row, whole_logits=kind == "whole logits"))
+        for kind in ("lean", "whole logits")
+        for name, row in rows
+        if kind == "lean" or row.eviction is None
+    ]
+
+
+def random_model(config: dict, row: Inference, dtype: str, device: str) -> torch.nn.Module:
+    """A model of the row's sizes and blocks with random weights."""
+    own = {key: value for key, value in config.items() if key not in ("anchors", "share", "tau", "architectures")}
+    family = {"llama": pod.PodLlamaConfig, "qwen3": pod.PodQwen3Config}[config["model_type"].removeprefix("pod_")]
+    own |= {"sink_size": row.sink_size, "recent_size": row.recent_size, "anchors": row.blocks.anchors.tolist()}
+    own.pop("model_type")
+    from transformers import AutoModelForCausalLM
+
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(family(**own), dtype=getattr(torch, dtype)).eval()
+
+
+def evaluate(options: argparse.Namespace) -> dict:
+    """Largest batches and the bytes at them, by row and prompt length.
+
+    Raises:
+        ValueError, RecipeError: an option that cannot be.
+    """
+    if min(options.lengths) < 1 or options.output < 1:
+        raise ValueError("--lengths and --output must be at least 1 token")
+    config = read_config(options.model)
+    memory, reserved = read_memory(options.memory)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    result: dict = {
+        "model": options.model, "memory": memory, "reserved": reserved, "output": options.output,
+        "dtype": options.dtype, "lengths": options.lengths, "rows": {},
+    }  # fmt: skip
+    for name, row in rows_of(options, config):
+        model = None
+        if options.measure:
+            row = replace(row, fused=device == "cuda" and options.dtype == "bfloat16")
+            model = random_model(config, row, options.dtype, device)
+            result["device"] = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+        cells = []
+        for length in options.lengths:
+            sized = replace(row, prompt=length)
+            batch = sized.largest_batch(memory - reserved)
+            cell = {"prompt": length, "batch": batch, "bytes": sized.by_kind(max(batch, 1))}
+            if model is not None:
+                cell["measured"] = measured_batch(
+                    model,
+                    memory - reserved,
+                    length,
+                    options.output,
+                    eviction=row.eviction,
+                    whole_logits=row.whole_logits,
+                )
+            cells.append(cell)
+        result["rows"][name] = {"kv_saving": row.blocks.kv_saving, "cells": cells}
+    is_papers = Shape.from_config(config) == Shape.from_config(KNOWN_CONFIGS[SHORT_NAMES["llama3-8b"]])
+    if is_papers and options.output == 8192 and options.dtype == "bfloat16" and 79 <= memory / 2**30 <= 80:
+        result["published"] = {str(length): PUBLISHED[length] for length in options.lengths if length in PUBLISHED}
+    return result
+
+
+def tables(result: dict) -> str:
+    """Markdown: the batches, and the bytes by kind at them."""
+    lengths = result["lengths"]
+    unit, name = (2**30, "GiB") if result["memory"] >= 2**30 else (2**20, "MiB")
+    batches = []
+    for row, values in result["rows"].items():
+        cells = [str(c["batch"]) + (f" ({c['measured']})" if "measured" in c else "") for c in values["cells"]]
+        batches.append([row, *cells])
+    for index, row in enumerate(("dense, published", "PoD, published")):
+        if "published" in result:
+            pairs = [result["published"].get(str(length)) for length in lengths]
+            batches.append([row, *("-" if pair is None else str(pair[index]) for pair in pairs)])
+    kinds = [
+        [row, f"{c['prompt']:,}", str(max(c["batch"], 1)), *(f"{c['bytes'][kind] / unit:.2f}" for kind in KINDS),
+         f"{sum(c['bytes'].values()) / unit:.2f}"]
+        for row, values in result["rows"].items() for c in values["cells"]
+    ]  # fmt: skip
+    measured = ", in brackets measured" if "device" in result else ""
+    note = ""
+    if "published" in result:
+        note = (
+            "\nPublished: PoD's Table 2 (arXiv 2412.02252). Its dense row halves with the prompt although the cache of "
+            "prompt and output\ndoes not: the whole prompt's logits explain that, and the rows that keep them are the "
+            "ones to compare. What ran\nbeside the model there is not known, so the batches need not be equal.\n"
+        )
+    return (
+        f"Largest batch in {result['memory'] / unit:.1f} {name}, {result['reserved'] / unit:.1f} of them reserved, for "
+        f"{result['output']:,} new tokens, by prompt length{measured}:\n\n"
+        + report.markdown_table(["", *(f"{length:,}" for length in lengths)], batches)
+        + f"\n{note}\n{name} at these batches (of one row where none fits); logits are 0 where a layer is the peak:\n\n"
+        + report.markdown_table(["", "prompt", "batch", *KINDS, "total"], kinds)
+    )
+
+
+def draw(result: dict, path: Path) -> None:
+    """Bytes by kind at the largest batch, stacked, one group of bars for each prompt length."""
+    unit, name = (2**30, "GiB") if result["memory"] >= 2**30 else (2**20, "MiB")
+    rows, lengths = list(result["rows"]), result["lengths"]
+    figure = report.figure(8, 1.2 + 0.28 * len(rows) * len(lengths))
+    axes = figure.add_subplot()
+    cells = [(f"{row}, {cell['prompt']:,}", cell) for i in range(len(lengths)) for row in rows
+             for cell in [result["rows"][row]["cells"][i]]]  # fmt: skip
+    left = [0.0] * len(cells)
+    for kind in KINDS:
+        widths = [cell["bytes"][kind] / unit for _, cell in cells]
+        axes.barh(range(len(cells)), widths, left=left, label=kind)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    for y, (_, cell) in enumerate(cells):
+        axes.text(left[y], y, f" {cell['batch']}", va="center", fontsize=7)
+    axes.axvline((result["memory"] - result["reserved"]) / unit, color="black", linewidth=0.8)
+    axes.set_yticks(range(len(cells)), [label for label, _ in cells], fontsize=7)
+    axes.invert_yaxis()
+    axes.set(xlabel=f"{name} at the largest batch, which stands at the bar", title=result["model"])
+    axes.margins(y=0.01)
+    figure.legend(loc="outside lower center", ncols=len(KINDS), fontsize=7)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python eval/memory.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", required=True, help=f"a directory with config.json, or {', '.join(SHORT_NAMES)}")
+    parser.add_argument("--memory", default="80GB", help=f"80GB, 512MB (1 GB = 2**30), or {', '.join(GPUS)} (80GB)")
+    parser.add_argument(
+        "--lengths", type=lambda text: [int(part) for part in text.split(",")], default=list(PUBLISHED),
+        help="tokens of a prompt, comma-separated (2048,4096,8192,16384)",
+    )  # fmt: skip
+    parser.add_argument("--output", type=int, default=8192, help="new tokens (8192)")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16", help="of weights and cache (bfloat16)")
+    parser.add_argument("--blocks", type=Path, help="a blocks file of pod.analyze (the model's own, or --kv-saving)")
+    parser.add_argument("--kv-saving", type=float, default=0.35, help="saved by evenly long blocks (0.35)")
+    parser.add_argument("--sinks", type=int, help="sink tokens (the model's own, or 16)")
+    parser.add_argument("--recent", type=int, help="recent tokens (the model's own, or 4080)")
+    parser.add_argument(
+        "--eviction", metavar="METHODS", help="rows for PoD with these, such as snapkv:budget=4096+h2o:..."
+    )
+    parser.add_argument("--measure", action="store_true", help="also search with a random model on this device")
+    parser.add_argument("--out", type=Path, default=report.default_folder("memory"), help="folder of what is written")
+    options = parser.parse_args(arguments)
+    try:
+        result = evaluate(options)
+    except (ValueError, OSError, RecipeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    text = tables(result)
+    report.write_json(options.out / "memory.json", result)
+    report.write(options.out / "memory.md", text + "\n\n![The same as a picture](memory.png)\n")
+    draw(result, options.out / "memory.png")
+    print(text)
+    print(f"written: {options.out}/memory.json, {options.out}/memory.md, {options.out}/memory.png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
