@@ -59,7 +59,7 @@ def write_data(recipe: Recipe) -> Path:
     length = recipe.data.sequence_length
     trained = recipe.trainer.tokens_per_batch // length * steps(recipe)
     if not (Path(recipe.data.path) / "index.json").exists():
-        write_corpus(recipe.data.path, length, samples=max(trained, 64), validation_samples=64, seed=1)
+        write_corpus(recipe.data.path, length, samples=max(trained, 64), validation_samples=64, seed=2)
     plain = Path(recipe.data.path).with_name(f"{length}-plain")
     if not (plain / "index.json").exists():
         write_corpus(plain, length, samples=1, validation_samples=TEXTS, seed=1, keys_min=0, keys_max=0)

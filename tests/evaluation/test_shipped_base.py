@@ -37,6 +37,6 @@ def test_it_retrieves_and_predicts():
     model, tokenizer = models.load(str(BASE), "cpu", "float32")
     held_out = standard_library()[1]
     prompts = passkey_prompts(tokenizer, b"\n".join(held_out).decode(), 1016, [0.0, 0.25, 0.5, 0.75], samples=4, seed=3)
-    assert sum(passkey_accuracy(model, tokenizer, prompts, 8)) / len(prompts) > ACCURACY
+    assert sum(passkey_accuracy(model, tokenizer, prompts, 8)) / len(prompts) > 0.97
     texts = [torch.tensor(list(plain_sample(held_out, 1024, seed)))[None] + 3 for seed in range(12)]
     assert perplexity(model, texts, bytes_per_token=1.0).bits_per_byte < 2.0
