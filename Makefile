@@ -54,7 +54,7 @@ tiny-base: $(STAMP)
 		cp "$$(ls -t $(BASE)-run/$$length/logs/*/metrics.csv | head -1)" $(BASE)/training-log-$$length.csv; done
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow" -q
+	$(BIN)/python -m pytest -m "not slow" -q -n 2 --dist loadfile
 
 # pytest exits with 5 when no test is marked slow: nothing to run is no failure.
 test-slow: $(STAMP)

@@ -242,7 +242,7 @@ def fit(recipe: Recipe) -> lightning.Trainer:
         max_steps=total,
         loss_chunk=recipe.trainer.loss_chunk,
         answer_weight=recipe.trainer.answer_weight,
-        bytes_per_token=1.0 if recipe.model.tokenizer == "bytes" else None,
+        bytes_per_token=1.0 if data.prepared.tokenizer == "bytes" else None,
     )
     trainer = lightning.Trainer(
         accelerator=recipe.trainer.accelerator,

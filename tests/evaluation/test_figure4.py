@@ -36,6 +36,7 @@ def base(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_sweep_is_stopped_and_goes_on(figure4, base, tmp_path, monkeypatch, capsys):
     for name, value in {"LENGTHS": (192,), "DEPTHS": (0.0, 1.0), "SAMPLES": 1, "TEXTS": 2}.items():
         monkeypatch.setattr(figure4.demo, name, value)

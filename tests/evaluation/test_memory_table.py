@@ -100,6 +100,7 @@ def test_bytes_of_the_cache(method, saving):
         assert 3 * row.cache == pytest.approx(found, rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("saving", [0, 0.35])
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: type(method).__name__)
@@ -121,6 +122,7 @@ def test_peak_whichever_moment_is_the_largest(saving, whole, changes):
         assert row.by_kind(8)["prefill logits"] == 8 * 64 * 1500 * 6 > 0.5 * measured
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("saving", [0, 0.35])
 def test_largest_batch_agrees_with_a_search(saving, whole):
