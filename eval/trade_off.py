@@ -34,7 +34,7 @@ from passkey import default_text, label_of, numbers  # noqa: E402
 from perplexity import stretches, token_ids  # noqa: E402
 
 # As many sinks in the two that keep them, so that only what they keep of the rest differs.
-METHODS = "snapkv+h2o+tova+cake+streamingllm:sinks=16+cascade:sinks=16"
+METHODS = "snapkv+pyramidkv+adakv+sagekv+h2o+tova+cake+streamingllm:sinks=16+cascade:sinks=16"
 
 Method = eviction.Eviction | eviction.StoragePolicy
 

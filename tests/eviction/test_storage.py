@@ -261,7 +261,7 @@ def test_decoding_allocates_nothing(which, method, lengths):
 
 def test_a_per_step_method_without_max_length_allocates_once():
     model = build()
-    for method in TIGHT[1:]:
+    for method in [method for method in TIGHT if method.when > 0]:
         cache = pod.PodCache(model.config, eviction=method)
         fed(model, cache, tokens(2, 40))
         held = [storage.data_ptr() for storage in cache.storages()]
