@@ -32,11 +32,12 @@ def test_it_is_small_and_safe():
 
 @pytest.mark.slow
 def test_it_retrieves_and_predicts():
-    from demo_corpus import plain_sample, standard_library
+    from demo_corpus import corpus_sample, standard_library
 
     model, tokenizer = models.load(str(BASE), "cpu", "float32")
     held_out = standard_library()[1]
     prompts = passkey_prompts(tokenizer, b"\n".join(held_out).decode(), 1016, [0.0, 0.25, 0.5, 0.75], samples=4, seed=3)
     assert sum(passkey_accuracy(model, tokenizer, prompts, 8)) / len(prompts) > 0.97
-    texts = [torch.tensor(list(plain_sample(held_out, 1024, seed)))[None] + 3 for seed in range(12)]
+    texts = [corpus_sample(held_out, 1024, 2, index, 0, 0, validation=True).text for index in range(64)]
+    texts = [torch.tensor([list(text)]) + 3 for text in texts]
     assert perplexity(model, texts, bytes_per_token=1.0).bits_per_byte < 2.0
