@@ -225,14 +225,23 @@ class PodDecoderLayer:
 class PodModel:
     """The decoder stack; mixed into a family's base model.
 
+    Class attributes:
+        pod_layer, pod_attention: what the family's decoder layers and their attention become.
+
     Attributes:
         offload_checkpoints: with gradient checkpointing, what is kept for each layer's recomputation (hidden states and
             anchors) waits in the CPU's memory.
     """
 
+    pod_layer: type[nn.Module]
+    pod_attention: type[nn.Module]
     offload_checkpoints = False
 
-    def become_pod(self, layer_class: type[nn.Module], attention_class: type[nn.Module]) -> None:
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config)
+        self.become_pod()
+
+    def become_pod(self) -> None:
         """Give the family's layers, which are built already, PoD's forward.
 
         PoD adds no parameter, so changing the class is all there is to it; building the layers a second time would
@@ -240,8 +249,8 @@ class PodModel:
         """
         blocks = self.config.blocks
         for layer in self.layers:
-            layer.__class__ = layer_class
-            layer.self_attn.__class__ = attention_class
+            layer.__class__ = self.pod_layer
+            layer.self_attn.__class__ = self.pod_attention
             layer.self_attn.plan(blocks)
 
     def forward(
@@ -389,7 +398,18 @@ class PodModel:
 
 
 class PodForCausalLM:
-    """What `generate` needs to know; mixed into a family's causal LM."""
+    """What `generate` needs to know; mixed into a family's causal LM.
+
+    Class attributes:
+        pod_base: what the family's base model becomes.
+    """
+
+    pod_base: type[PreTrainedModel]
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config)
+        self.model.__class__ = self.pod_base
+        self.model.become_pod()
 
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
@@ -567,10 +587,8 @@ class PodLlamaModel(PodModel, LlamaModel):
 
     config_class = PodLlamaConfig
     config: PodLlamaConfig
-
-    def __init__(self, config: PodLlamaConfig) -> None:
-        super().__init__(config)
-        self.become_pod(PodLlamaDecoderLayer, PodLlamaAttention)
+    pod_layer = PodLlamaDecoderLayer
+    pod_attention = PodLlamaAttention
 
 
 class PodLlamaForCausalLM(PodForCausalLM, LlamaForCausalLM):
@@ -578,11 +596,7 @@ class PodLlamaForCausalLM(PodForCausalLM, LlamaForCausalLM):
 
     config_class = PodLlamaConfig
     config: PodLlamaConfig
-
-    def __init__(self, config: PodLlamaConfig) -> None:
-        super().__init__(config)
-        self.model.__class__ = PodLlamaModel
-        self.model.become_pod(PodLlamaDecoderLayer, PodLlamaAttention)
+    pod_base = PodLlamaModel
 
 
 class PodMistralAttention(PodAttention, MistralAttention):
@@ -598,10 +612,8 @@ class PodMistralModel(PodModel, MistralModel):
 
     config_class = PodMistralConfig
     config: PodMistralConfig
-
-    def __init__(self, config: PodMistralConfig) -> None:
-        super().__init__(config)
-        self.become_pod(PodMistralDecoderLayer, PodMistralAttention)
+    pod_layer = PodMistralDecoderLayer
+    pod_attention = PodMistralAttention
 
 
 class PodMistralForCausalLM(PodForCausalLM, MistralForCausalLM):
@@ -609,11 +621,7 @@ class PodMistralForCausalLM(PodForCausalLM, MistralForCausalLM):
 
     config_class = PodMistralConfig
     config: PodMistralConfig
-
-    def __init__(self, config: PodMistralConfig) -> None:
-        super().__init__(config)
-        self.model.__class__ = PodMistralModel
-        self.model.become_pod(PodMistralDecoderLayer, PodMistralAttention)
+    pod_base = PodMistralModel
 
 
 class PodQwen2Attention(PodAttention, Qwen2Attention):
@@ -629,10 +637,8 @@ class PodQwen2Model(PodModel, Qwen2Model):
 
     config_class = PodQwen2Config
     config: PodQwen2Config
-
-    def __init__(self, config: PodQwen2Config) -> None:
-        super().__init__(config)
-        self.become_pod(PodQwen2DecoderLayer, PodQwen2Attention)
+    pod_layer = PodQwen2DecoderLayer
+    pod_attention = PodQwen2Attention
 
 
 class PodQwen2ForCausalLM(PodForCausalLM, Qwen2ForCausalLM):
@@ -640,11 +646,7 @@ class PodQwen2ForCausalLM(PodForCausalLM, Qwen2ForCausalLM):
 
     config_class = PodQwen2Config
     config: PodQwen2Config
-
-    def __init__(self, config: PodQwen2Config) -> None:
-        super().__init__(config)
-        self.model.__class__ = PodQwen2Model
-        self.model.become_pod(PodQwen2DecoderLayer, PodQwen2Attention)
+    pod_base = PodQwen2Model
 
 
 class PodQwen3Attention(PodAttention, Qwen3Attention):
@@ -660,10 +662,8 @@ class PodQwen3Model(PodModel, Qwen3Model):
 
     config_class = PodQwen3Config
     config: PodQwen3Config
-
-    def __init__(self, config: PodQwen3Config) -> None:
-        super().__init__(config)
-        self.become_pod(PodQwen3DecoderLayer, PodQwen3Attention)
+    pod_layer = PodQwen3DecoderLayer
+    pod_attention = PodQwen3Attention
 
 
 class PodQwen3ForCausalLM(PodForCausalLM, Qwen3ForCausalLM):
@@ -671,11 +671,7 @@ class PodQwen3ForCausalLM(PodForCausalLM, Qwen3ForCausalLM):
 
     config_class = PodQwen3Config
     config: PodQwen3Config
-
-    def __init__(self, config: PodQwen3Config) -> None:
-        super().__init__(config)
-        self.model.__class__ = PodQwen3Model
-        self.model.become_pod(PodQwen3DecoderLayer, PodQwen3Attention)
+    pod_base = PodQwen3Model
 
 
 FAMILIES = {
