@@ -14,7 +14,7 @@ L layers, b bytes of an activation.
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -386,19 +386,20 @@ class Memory:
     def longest(self, memory: float) -> int:
         """The most tokens of a sample, a multiple of S, whose `total` is within `memory` bytes; 0 if none is."""
         unit = self.sequence_parallel
+        return unit * largest(lambda units: replace(self, length=units * unit).total <= memory)
 
-        def fits(units: int) -> bool:
-            return replace(self, length=units * unit).total <= memory
 
-        if not fits(1):
-            return 0
-        low, high = 1, 2
-        while fits(high):
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        return low * unit
+def largest(fits: Callable[[int], bool]) -> int:
+    """The largest number that fits, found by doubling and halving; 0 if not even 1 does."""
+    if not fits(1):
+        return 0
+    low, high = 1, 2
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 @dataclass(frozen=True)

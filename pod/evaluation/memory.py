@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from pod.blocks import LayerBlocks
 from pod.cache import PodCache
 from pod.eviction import Eviction, StoragePolicy
-from pod.plan import Shape
+from pod.plan import Shape, largest
 from pod_kernels.cached import MAX_LOGITS
 from pod_kernels.slots import CPU_LOGITS
 
@@ -220,20 +220,7 @@ class Inference:
 
     def largest_batch(self, memory: float) -> int:
         """The most rows within `memory` bytes, 0 if not even one."""
-        return most_rows(lambda batch: self.total(batch) <= memory)
-
-
-def most_rows(fits: Callable[[int], bool]) -> int:
-    """The largest batch that fits, found by doubling and halving; 0 if not even one row does."""
-    if not fits(1):
-        return 0
-    low, high = 1, 2
-    while fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+        return largest(lambda batch: self.total(batch) <= memory)
 
 
 class _Sizes:
@@ -356,4 +343,4 @@ def measured_batch(model: PreTrainedModel, memory: float, prompt: int, output: i
         except torch.cuda.OutOfMemoryError:
             return False
 
-    return most_rows(fits)
+    return largest(fits)
