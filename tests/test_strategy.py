@@ -33,7 +33,6 @@ from pod.recipe import load_recipe
 from pod.sequence_parallel import SequenceGroup
 
 ROOT = Path(__file__).parent.parent
-needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
 STEPS, CLIP, LR, MIN_LR, DECAY, BETAS, MICRO = 4, 0.05, 5e-4, 1e-4, 0.1, (0.9, 0.95), 2
 MODULE = {"sink_size": 2, "recent_size": 5, "lr": LR, "min_lr": MIN_LR, "weight_decay": DECAY, "max_steps": STEPS}
@@ -232,7 +231,6 @@ def check_exchange(run, ranks, heads=4, kv_heads=2, dimension=4, itemsize=4):
         assert sum(wrote["calls"]) == one_pass * passes * 4 * micros
 
 
-@needs_deepspeed
 @pytest.mark.slow
 def test_two_processes_are_one(inputs, tmp_path):
     """ZeRO-3 and ZeRO-2, the sequence or the samples shared by two ranks."""
@@ -268,7 +266,6 @@ def test_two_processes_are_one(inputs, tmp_path):
         check(runs[name], wrote[name], relative=0.1)
 
 
-@needs_deepspeed
 @pytest.mark.slow
 def test_four_processes_are_one(inputs, tmp_path):
     """Two groups of two ranks, and one of four with fewer KV heads than ranks."""
@@ -324,8 +321,6 @@ def test_heads_are_checked_before_anything_is_loaded(inputs):
 
 
 def test_processes_that_form_no_groups():
-    if importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("deepspeed is not installed")
     with pytest.raises(ValueError, match="2 processes .* cannot form groups of sequence_parallel_size=3"):
         lightning.Trainer(accelerator="cpu", devices=2, strategy=pod.UlyssesDeepSpeedStrategy(3), logger=False)
     with pytest.raises(ValueError, match="at least 1, got 0"):
@@ -406,7 +401,6 @@ def logged(run, column, version="version_0"):
     return {int(row["step"]): float(row[column]) for row in rows if row.get(column)}
 
 
-@needs_deepspeed
 @pytest.mark.slow
 def test_fit_resume_and_export_with_a_shared_sequence(inputs, tmp_path):
     path = recipe_file(tmp_path, inputs)
@@ -460,7 +454,6 @@ def test_fit_resume_and_export_with_a_shared_sequence(inputs, tmp_path):
         assert not list((steps / "step=2.ckpt").glob("*universal*")), "removed when it is read"
 
 
-@needs_deepspeed
 @pytest.mark.slow
 def test_one_process_that_is_told_to_end_ends_all_with_a_checkpoint(inputs, tmp_path):
     """And of two processes the first one finds the blocks for both."""
