@@ -13,11 +13,11 @@ import time
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+from transformers import TextStreamer
 
 from pod import eviction as methods
 from pod.cache import PodCache
-from pod.evaluation.models import as_pod
+from pod.evaluation.models import as_pod, load
 
 
 def generate(
@@ -47,12 +47,8 @@ def generate(
         ValueError: an empty prompt, no such model, no tokenizer beside it, a budget below what is always kept, tau
             out of range or with eviction.
     """
-    try:
-        model = AutoModelForCausalLM.from_pretrained(ckpt, dtype="auto")
-        tokenizer = AutoTokenizer.from_pretrained(ckpt)
-    except OSError as error:
-        raise ValueError(f"--ckpt {ckpt}: no model and tokenizer can be loaded from there ({error})") from error
-    model = as_pod(model).to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    model, tokenizer = load(ckpt)
+    model = as_pod(model)
     inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=tokenizer.bos_token_id is not None)
     length = inputs.input_ids.shape[1]
     if length == 0:
