@@ -12,7 +12,6 @@ laid out as --out itself, and a table compares them (`comparison.md`).
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -102,7 +101,7 @@ def write_scores(rows: dict[str, list[dict]], out: Path) -> dict:
     counts = {task: len(found) for task, found in rows.items()}
     plain = {task: value for task, value in scores.items() if not isinstance(value, dict)}
     result = {"scores": scores, "averages": longbench.averages(plain), "samples": counts}
-    report.write(out / "scores.json", json.dumps(result, indent=2, ensure_ascii=False) + "\n")
+    report.write_json(out / "scores.json", result)
     print(longbench.table(scores, counts))
     print(f"written: {out}/scores.json")
     return scores

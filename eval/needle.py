@@ -13,7 +13,6 @@ Each method of --eviction has its own folder in --out, laid out as --out itself,
 """
 
 import argparse
-import json
 import re
 import sys
 from hashlib import sha256
@@ -152,7 +151,7 @@ def write_scores(rows: list[dict], lengths: list[int], depths: list[float], out:
     average = sum(scores.values()) / len(scores)
     cells = [{"length": length, "depth": depth, "score": value} for (length, depth), value in scores.items()]
     content = {"average": round(average, 2), "metric": "share of the needle's key words", "scores": cells}
-    report.write(out / "scores.json", json.dumps(content, indent=1) + "\n")
+    report.write_json(out / "scores.json", content)
     report.save_heat_map(
         out / "scores.png",
         [[scores[length, depth] for length in lengths] for depth in depths],

@@ -12,7 +12,6 @@ hide their needles in --haystack; qa_1 and qa_2 need the files of SQuAD 2.0 and 
 """
 
 import argparse
-import json
 import sys
 from hashlib import sha256
 from pathlib import Path
@@ -78,7 +77,7 @@ def write_scores(scores: dict[str, dict[int, float]], options: argparse.Namespac
         lines.append(f"| {name} | {' | '.join(f'{row[length]:.2f}' for length in lengths)} |")
     table = "\n".join(lines)
     result = {"samples": options.samples, "seed": options.seed, "scores": scores, "averages": averages}
-    report.write(out / "scores.json", json.dumps(result, indent=2) + "\n")
+    report.write_json(out / "scores.json", result)
     report.write(out / "scores.md", table + "\n")
     report.save_heat_map(
         out / "scores.png",

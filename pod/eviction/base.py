@@ -7,6 +7,7 @@ Ties are broken the same way everywhere: of two tokens with equal scores the mor
 """
 
 import types
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, fields
 from typing import ClassVar, get_args, get_origin, get_type_hints
 
@@ -110,7 +111,7 @@ class Sharing:
 
 
 @dataclass(frozen=True)
-class Eviction:
+class Eviction(ABC):
     """Base of the eviction methods: hyper-parameters, and hooks that the cache calls.
 
     Attributes:
@@ -174,17 +175,17 @@ class Eviction:
         """A prefill evicts nothing from rows of at most so many tokens."""
         return self.budget
 
+    @abstractmethod
     def score(self, seen: Observation) -> Tensor:
         """How important each token is; those that are always kept need no meaningful score.
 
         Returns:
             [B, A, N] float32.
         """
-        raise NotImplementedError
 
     def preference(self, seen: Observation) -> Tensor:
-        """[B] how much a layer wants of a budget that layers share."""
-        raise NotImplementedError
+        """[B] how much a layer wants of a budget that layers share; asked where there is a `preference_window`."""
+        raise NotImplementedError(f"{type(self).__name__} has a preference_window, so it must define preference")
 
     def allocate(self, sharing: Sharing) -> list[list[list[int]]]:
         """How many tokens each layer and KV head may keep, those always kept included.
