@@ -5,8 +5,15 @@ import importlib
 from pod import eviction, similarity
 from pod.blocks import LayerBlocks
 from pod.cache import PodCache
-from pod.config import PodLlamaConfig, PodMistralConfig, PodQwen2Config, PodQwen3Config
-from pod.model import PodLlamaForCausalLM, PodMistralForCausalLM, PodQwen2ForCausalLM, PodQwen3ForCausalLM, convert
+from pod.config import PodLlamaConfig, PodMistralConfig, PodPhi3Config, PodQwen2Config, PodQwen3Config
+from pod.model import (
+    PodLlamaForCausalLM,
+    PodMistralForCausalLM,
+    PodPhi3ForCausalLM,
+    PodQwen2ForCausalLM,
+    PodQwen3ForCausalLM,
+    convert,
+)
 
 # These bring lightning: loaded when first used, so that `import pod` stays light.
 _LAZY = {"PodDataModule": "pod.data", "PodModule": "pod.module", "UlyssesDeepSpeedStrategy": "pod.strategy"}
@@ -27,6 +34,8 @@ __all__ = [
     "PodMistralConfig",
     "PodMistralForCausalLM",
     "PodModule",
+    "PodPhi3Config",
+    "PodPhi3ForCausalLM",
     "PodQwen2Config",
     "PodQwen2ForCausalLM",
     "PodQwen3Config",

@@ -5,7 +5,7 @@ A PoD config.json says all that is needed to rebuild the model: `anchors` (the b
 """
 
 from huggingface_hub.dataclasses import strict
-from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, MistralConfig, Phi3Config, Qwen2Config, Qwen3Config
 
 from pod.blocks import LayerBlocks
 
@@ -52,7 +52,7 @@ class PodConfigMixin:
             raise ValueError(
                 f"sliding_window is {self.sliding_window} tokens in all layers: PoD shares scores of distant tokens, "
                 "which sliding-window layers do not see. Set sliding_window=None, or use a model that was trained "
-                "without one (Mistral-7B from v0.2 on)."
+                "without one (Mistral-7B from v0.2 on, Phi-4)."
             )
         self.blocks.check(self.num_hidden_layers, self.num_key_value_heads)
         if self.share == "window" and not self.blocks.is_dense:
@@ -100,6 +100,31 @@ class PodMistralConfig(PodConfigMixin, MistralConfig):
     recent_size: int = 4080
     share: str = "scores"
     tau: float | int | None = None
+
+
+@strict
+class PodPhi3Config(PodConfigMixin, Phi3Config):
+    """Config of a Phi-3 (or Phi-4) with shared distant scores; the PoD fields are those of `PodConfigMixin`."""
+
+    model_type = "pod_phi3"
+
+    head_dim: int | None = None  # the family computes it in its attention, the cache reads it here
+    anchors: list[list[int]] | None = None
+    sink_size: int = 16
+    recent_size: int = 4080
+    share: str = "scores"
+    tau: float | int | None = None
+
+    def __post_init__(self, **kwargs) -> None:
+        if self.head_dim is None:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        super().__post_init__(**kwargs)
+        if self.rope_parameters["rope_type"] != "default" or self.rope_parameters["partial_rotary_factor"] != 1:
+            raise ValueError(
+                f"rope_parameters is {self.rope_parameters}: a Phi-3 with LongRoPE computes its whole cache again "
+                "where the text outgrows original_max_position_embeddings, and one with partial_rotary_factor rotates "
+                "a part of each head; PoD does neither. Use a model with plain RoPE, such as Phi-4."
+            )
 
 
 @strict

@@ -12,6 +12,7 @@ H and H_kv are the rank's own heads; so the anchors travel head-sharded.
 
 A further family takes a config class in `pod.config` and an entry in `FAMILIES`, when its attention is q, k, v
 projections, optional q/k norm, RoPE and an output projection, and its layer is the usual pre-norm pair.
+docs/NEW_FAMILY.md walks through Phi-3, whose projections are one matrix.
 """
 
 from collections.abc import Iterator
@@ -33,6 +34,9 @@ from transformers import (
     MistralConfig,
     MistralForCausalLM,
     MistralModel,
+    Phi3Config,
+    Phi3ForCausalLM,
+    Phi3Model,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -42,17 +46,21 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3Model,
 )
+from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, apply_rotary_pos_emb
 from transformers.models.mistral.modeling_mistral import MistralAttention, MistralDecoderLayer
+from transformers.models.phi3.modeling_phi3 import Phi3Attention, Phi3DecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer
 
 from pod.blocks import LayerBlocks
 from pod.cache import PodCache
-from pod.config import PodLlamaConfig, PodMistralConfig, PodQwen2Config, PodQwen3Config, check_sizes
+from pod.config import PodLlamaConfig, PodMistralConfig, PodPhi3Config, PodQwen2Config, PodQwen3Config, check_sizes
 from pod.sequence_parallel import SequenceShard
 from pod_kernels import shared_score_attention
+
+CHANGING_ROPES = ("dynamic", "longrope")  # kinds of RoPE scaling whose frequencies depend on the longest position
 
 Anchors = tuple[Tensor | None, ...]  # (query group, key) of KV head 0, of KV head 1, ...
 
@@ -77,6 +85,10 @@ class PodAttention:
         self.measure_gate = False  # validation switches it on
         self.gate: Tensor | None = None  # mean share of the softmax on proximal tokens, of the last forward
         self.goes_on = tuple(not ends and int(anchors[self.layer_idx + 1, g]) == self.anchor_of[g] for g in heads)
+
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[B, T, hidden] -> queries [B, T, H * D], keys and values [B, T, H_kv * D], before norm and RoPE."""
+        return self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
 
     def forward(
         self,
@@ -103,9 +115,8 @@ class PodAttention:
             [B, T, hidden], and the running anchors for the next layer.
         """
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        q = self.q_proj(hidden_states).view(shape)
-        k = self.k_proj(hidden_states).view(shape)
-        v = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+        q, k, v = (projected.view(shape) for projected in self.project(hidden_states))
+        v = v.transpose(1, 2)
         if hasattr(self, "q_norm"):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = q.transpose(1, 2), k.transpose(1, 2)
@@ -287,6 +298,7 @@ class PodModel:
         Raises:
             ValueError: an argument that PoD does not support, by name and with the remedy.
         """
+        _check_devices(self)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
         if output_attentions or (output_attentions is None and self.config.output_attentions):
@@ -299,10 +311,20 @@ class PodModel:
                 f"attention_dropout={self.config.attention_dropout} is not supported: PoD never holds "
                 "the [T, T] weights it would act on. Set config.attention_dropout = 0.0 to train."
             )
+        if self.training and getattr(self.config, "resid_pdrop", 0):
+            raise ValueError(
+                f"resid_pdrop={self.config.resid_pdrop} is not supported: PoD's layers add what they computed without "
+                "dropout. Set config.resid_pdrop = 0.0 to train."
+            )
         if sequence is not None:
             if past_key_values is not None or use_cache:
                 raise ValueError("a sequence shared by several ranks is for training without a cache: use_cache=False")
             use_cache = False
+            if getattr(self.rotary_emb, "rope_type", "default") in CHANGING_ROPES:
+                raise ValueError(
+                    f"rope_type {self.rotary_emb.rope_type!r} takes its frequencies from the longest position at hand, "
+                    "which differs from rank to rank where a sequence is shared: train with sequence_parallel_size=1"
+                )
             if input_ids is not None:
                 input_ids = sequence.take(input_ids)
             else:
@@ -328,8 +350,14 @@ class PodModel:
             lengths = _lengths_of(mask)
         if position_ids is None:
             position_ids = torch.arange(seen, seen + count, device=inputs_embeds.device)[None]
-        elif document_ids is None and attention_mask is None and past_key_values is None:
-            document_ids = _documents_of(position_ids, batch)
+        elif document_ids is None and attention_mask is None:
+            if past_key_values is None:
+                document_ids = _documents_of(position_ids, batch)
+            elif bool((position_ids[:, 1:] <= position_ids[:, :-1]).any()):
+                raise ValueError(
+                    "position_ids start again within a row: packed documents are for training without a cache, pass "
+                    "use_cache=False"
+                )
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         kwargs = {"past_key_values": past_key_values, "lengths": lengths, "document_ids": document_ids}
@@ -455,12 +483,7 @@ class PodForCausalLM:
         The arguments are spelled out because `generate` reads them off the signature: what it does not find there
         (attention_mask, position_ids, logits_to_keep) it would not pass.
         """
-        devices = set(getattr(self, "hf_device_map", {}).values())
-        if len(devices) > 1:
-            raise ValueError(
-                f"the model lies on several devices ({', '.join(map(str, sorted(devices, key=str)))}): anchors would "
-                "have to move between them. Load it with device_map={'': 0}, or use ZeRO-3 to train it."
-            )
+        _check_devices(self)
         if labels is not None and kwargs.get("sequence") is not None:
             raise ValueError("a rank has the logits of its own tokens only: leave labels out, and sum over the ranks")
         return super().forward(
@@ -503,6 +526,16 @@ def kept_on_cpu() -> Iterator[None]:
             yield
     finally:
         copies.clear()  # from here on autograd alone keeps the copies
+
+
+def _check_devices(model: PreTrainedModel) -> None:
+    devices = set(getattr(model, "hf_device_map", {}).values())
+    if len(devices) > 1:
+        raise ValueError(
+            f"the model lies on several devices ({', '.join(sorted(map(str, devices)))}): the layers of a block share "
+            "keys, and no device_map keeps them together. Load it with device_map={'': 0} (or {'': 'disk'}, which "
+            "runs on one device), or use ZeRO-3 to train it."
+        )
 
 
 def _check_cache(cache: object, training: bool) -> None:
@@ -624,6 +657,40 @@ class PodMistralForCausalLM(PodForCausalLM, MistralForCausalLM):
     pod_base = PodMistralModel
 
 
+class PodPhi3Attention(PodAttention, Phi3Attention):
+    """Phi-3's attention with shared distant scores."""
+
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[B, T, hidden] -> queries, keys and values, which one matrix gives."""
+        heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
+        return self.qkv_proj(hidden_states).split([count * self.head_dim for count in (heads, kv_heads, kv_heads)], -1)
+
+
+class PodPhi3DecoderLayer(PodDecoderLayer, Phi3DecoderLayer):
+    """Phi-3's decoder layer with running anchors."""
+
+
+class PodPhi3Model(PodModel, Phi3Model):
+    """Phi-3's decoder stack with running anchors."""
+
+    config_class = PodPhi3Config
+    config: PodPhi3Config
+    pod_layer = PodPhi3DecoderLayer
+    pod_attention = PodPhi3Attention
+
+
+class PodPhi3ForCausalLM(PodForCausalLM, Phi3ForCausalLM):
+    """A Phi-3 (or Phi-4) that shares the scores of distant tokens between neighbouring layers."""
+
+    config_class = PodPhi3Config
+    config: PodPhi3Config
+    pod_base = PodPhi3Model
+
+    def prepare_inputs_for_generation(self, *args, **kwargs) -> dict:
+        """The usual: the family's own drops the cache at `original_max_position_embeddings`, for LongRoPE's sake."""
+        return GenerationMixin.prepare_inputs_for_generation(self, *args, **kwargs)
+
+
 class PodQwen2Attention(PodAttention, Qwen2Attention):
     """Qwen2's attention with shared distant scores."""
 
@@ -677,6 +744,7 @@ class PodQwen3ForCausalLM(PodForCausalLM, Qwen3ForCausalLM):
 FAMILIES = {
     "llama": Family(LlamaConfig, PodLlamaConfig, PodLlamaModel, PodLlamaForCausalLM),
     "mistral": Family(MistralConfig, PodMistralConfig, PodMistralModel, PodMistralForCausalLM),
+    "phi3": Family(Phi3Config, PodPhi3Config, PodPhi3Model, PodPhi3ForCausalLM),
     "qwen2": Family(Qwen2Config, PodQwen2Config, PodQwen2Model, PodQwen2ForCausalLM),
     "qwen3": Family(Qwen3Config, PodQwen3Config, PodQwen3Model, PodQwen3ForCausalLM),
 }
@@ -700,7 +768,7 @@ def pod_config(
     if name not in FAMILIES:
         raise ValueError(
             f"model family {config.model_type!r} is not supported; supported are {', '.join(sorted(FAMILIES))}. "
-            "pod/model.py says what a further family takes."
+            "docs/NEW_FAMILY.md says what a further family takes."
         )
     blocks.check(config.num_hidden_layers, config.num_key_value_heads)
     fields = config.to_dict()
@@ -741,9 +809,16 @@ def convert(
     if isinstance(model, str | Path):
         model = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
     if getattr(model, "hf_quantizer", None) is not None:
-        raise ValueError("the model is quantised: load it without quantization_config, then convert it")
-    if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
-        raise ValueError("the model lies on several devices: load it with device_map={'': 0}, then convert it")
+        raise ValueError(
+            "the model is quantised: load it without quantization_config, convert it and save it "
+            "(save_pretrained); what was saved loads with quantization_config"
+        )
+    _check_devices(model)
+    if hasattr(model, "hf_device_map") and any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError(
+            f"the model's weights are offloaded (device_map={model.hf_device_map}): load it with device_map={{'': 0}} "
+            "or without one, convert it and save it; what was saved loads offloaded"
+        )
     config = pod_config(model.config, blocks, sink_size, recent_size, share)
     family = FAMILIES[model.config.model_type.removeprefix("pod_")]
     if not hasattr(model, "lm_head"):

@@ -66,7 +66,7 @@ KNOWN_CONFIGS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a Llama, Mistral, Qwen2 or Qwen3.
+    """The sizes of a Llama, Mistral, Phi-3, Qwen2 or Qwen3.
 
     Attributes:
         tied: the head is the embedding.
@@ -95,11 +95,13 @@ class Shape:
             RecipeError: a family that PoD does not have.
         """
         family = config.get("model_type", "").removeprefix("pod_")
-        if family not in ("llama", "mistral", "qwen2", "qwen3"):
-            raise RecipeError(f"model_type {family!r}: the plan knows llama, mistral, qwen2 and qwen3")
+        if family not in ("llama", "mistral", "phi3", "qwen2", "qwen3"):
+            raise RecipeError(f"model_type {family!r}: the plan knows llama, mistral, phi3, qwen2 and qwen3")
         defaults = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "vocab_size": 32000}
         if family == "mistral":
             defaults.update(intermediate_size=14336, num_key_value_heads=8)
+        if family == "phi3":
+            defaults.update(hidden_size=3072, intermediate_size=8192, vocab_size=32064)
         if family == "qwen2":
             defaults.update(intermediate_size=22016, vocab_size=151936, num_key_value_heads=32)
         if family == "qwen3":

@@ -52,8 +52,9 @@ def attention_similarity(
     one: its *eager* attention would form [T, T] itself.)
 
     Args:
-        model: a causal LM like Llama, Mistral, Qwen2 or Qwen3, stock or PoD: `model.model.layers[l].self_attn` with
-            `q_proj`, `k_proj`, `head_dim`, `scaling` and perhaps `q_norm`, `k_norm`, called with `position_embeddings`.
+        model: a causal LM like Llama, Mistral, Qwen2, Qwen3 or Phi-3, stock or PoD: `model.model.layers[l].self_attn`
+            with `q_proj`, `k_proj` (or `qkv_proj`), `head_dim`, `scaling` and perhaps `q_norm`, `k_norm`, called with
+            `position_embeddings`.
             Runs in eval mode without gradients or cache; every module's mode is restored afterwards.
         batches: `input_ids` [B, T] (integers), or mappings with `input_ids` and perhaps `attention_mask` [B, T] (1 for
             tokens, 0 for padding, which must be on the left and counts nowhere).
@@ -174,11 +175,12 @@ def _attention_modules(model: nn.Module) -> list[nn.Module]:
     name = type(model).__name__
     layers = getattr(getattr(model, "model", None), "layers", None)
     modules = [getattr(layer, "self_attn", None) for layer in layers] if isinstance(layers, nn.ModuleList) else []
-    needed = ("q_proj", "k_proj", "head_dim", "scaling")
+    is_fused = bool(modules) and hasattr(modules[0], "qkv_proj")
+    needed = (*(("qkv_proj",) if is_fused else ("q_proj", "k_proj")), "head_dim", "scaling")
     if not modules or any(not hasattr(module, part) for module in modules for part in needed):
         raise ValueError(
             f"{name} is not supported: attention_similarity needs model.model.layers[i].self_attn with "
-            f"{', '.join(needed)}, as causal LMs of the Llama, Mistral, Qwen2 and Qwen3 families have"
+            f"{', '.join(needed)}, as causal LMs of the Llama, Mistral, Qwen2, Qwen3 and Phi-3 families have"
         )
     config = getattr(model, "config", None)
     layer_types = getattr(config, "layer_types", None)
@@ -278,7 +280,12 @@ def _attention_rows(
 
 def _project(module: nn.Module, name: str, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The module's queries (name "q") or keys ("k") after norm and RoPE: [1, n, C] -> [1, heads, n, D]."""
-    states = getattr(module, f"{name}_proj")(hidden_states)
+    if hasattr(module, "qkv_proj"):  # Phi-3's one matrix: queries, then keys, then values
+        kv = module.num_key_value_heads * module.head_dim
+        states = module.qkv_proj(hidden_states)
+        states = states[..., : -2 * kv] if name == "q" else states[..., -2 * kv : -kv]
+    else:
+        states = getattr(module, f"{name}_proj")(hidden_states)
     states = states.view(*states.shape[:2], -1, module.head_dim)
     norm = getattr(module, f"{name}_norm", None)
     if norm is not None:

@@ -23,6 +23,8 @@ from transformers import (
     MistralForCausalLM,
     OPTConfig,
     OPTForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -30,6 +32,7 @@ from transformers import (
 )
 
 import pod
+from pod.sequence_parallel import SequenceShard
 from pod.similarity import attention_similarity
 
 ROOT = Path(__file__).parents[1]
@@ -38,31 +41,25 @@ GROUPS = HEADS // KV_HEADS
 CLASSES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
+    "phi3": (Phi3Config, Phi3ForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
 }
 FAMILIES = sorted(CLASSES)
+SCALED = [family for family in FAMILIES if family != "phi3"]  # whose config allows no scaling but LongRoPE
 # Head-wise: blocks of different sizes in the two heads, a block that starts above layer 0, a last layer of its own.
 BLOCKS = pod.LayerBlocks([[0, 0], [0, 1], [0, 1], [3, 1], [3, 4]])
 DENSE = pod.LayerBlocks.dense(LAYERS, KV_HEADS)
 SINKS, RECENT = 3, 5
+ORIGINAL = 32  # tokens of the original length
 ROPE = {
-    "llama3": {
-        "rope_type": "llama3",
-        "rope_theta": 10000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 32,
-    },
-    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
-    "yarn": {
-        "rope_type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 32,
-    },
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "linear": {"factor": 4.0},
+    "dynamic": {"factor": 4.0},
+    "yarn": {"factor": 4.0},
+    "longrope": {"factor": 4.0, "short_factor": [1.0] * 8, "long_factor": [1.0 + i / 2 for i in range(8)]},
 }
+CHANGING = ["dynamic", "longrope"]  # their frequencies depend on the longest position at hand
 
 
 def tiny_config(family="llama", **overrides):
@@ -80,6 +77,8 @@ def tiny_config(family="llama", **overrides):
     }
     if family == "mistral":
         sizes["sliding_window"] = None
+    if family == "phi3":
+        sizes["pad_token_id"] = None
     return CLASSES[family][0](**{**sizes, **overrides}, attn_implementation="eager")
 
 
@@ -91,6 +90,15 @@ def tiny_model(family="llama", **overrides):
         if name.endswith(".bias"):
             torch.nn.init.normal_(parameter, std=0.5)
     return model
+
+
+def scaled_model(family, rope):
+    settings = {"rope_type": rope, "rope_theta": 10000.0, **ROPE[rope]}
+    if rope not in ("linear", "dynamic"):
+        settings["original_max_position_embeddings"] = ORIGINAL
+    # Of dynamic scaling this is the original length.
+    longest = ORIGINAL if rope == "dynamic" else 256
+    return tiny_model(family, rope_parameters=settings, max_position_embeddings=longest)
 
 
 def converted(stock, blocks=BLOCKS, share="scores"):
@@ -186,13 +194,6 @@ class TestEqualsStock:
         _, mask, position_ids = left_padded([SINKS + RECENT, 2, 5], 14)  # 14 columns, and still nothing is distant
         assert_equals_stock(tiny_model(family), BLOCKS, backend, monkeypatch, 14, mask, position_ids)
 
-    @pytest.mark.parametrize("rope", sorted(ROPE))
-    def test_rope_scaling(self, family, backend, rope, monkeypatch):
-        stock = tiny_model(family, rope_parameters=ROPE[rope])
-        plain = tiny_model(family)(tokens(1, 9)).logits
-        assert not torch.allclose(stock(tokens(1, 9)).logits, plain, atol=1e-3)  # the scaling does something
-        assert_equals_stock(stock, DENSE, backend, monkeypatch, count=29)
-
     def test_tied_weights(self, family, backend, monkeypatch):
         stock = tiny_model(family, tie_word_embeddings=True)
         model = converted(stock)
@@ -220,13 +221,19 @@ def plain_pod_logits(stock, input_ids, anchors, share, sinks=SINKS, recent=RECEN
             heads.append(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
         return heads
 
+    def projected(attention, states):
+        if not hasattr(attention, "qkv_proj"):
+            return attention.q_proj(states), attention.k_proj(states), attention.v_proj(states)
+        parts = attention.qkv_proj.weight.split([HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM])
+        return [states @ part.mT for part in parts]
+
     queries, keys = [], []
     for index, layer in enumerate(stock.model.layers):
         attention = layer.self_attn
-        states = layer.input_layernorm(hidden)
-        queries.append(heads_of(attention.q_proj(states), getattr(attention, "q_norm", None)))
-        keys.append(heads_of(attention.k_proj(states), getattr(attention, "k_norm", None)))
-        values = attention.v_proj(states).split(HEAD_DIM, dim=-1)
+        q, k, v = projected(attention, layer.input_layernorm(hidden))
+        queries.append(heads_of(q, getattr(attention, "q_norm", None)))
+        keys.append(heads_of(k, getattr(attention, "k_norm", None)))
+        values = v.split(HEAD_DIM, dim=-1)
         outputs = []
         for head in range(HEADS):
             group = head // GROUPS
@@ -462,6 +469,22 @@ class TestForward:
         moved = shared(tokens(2, 29), position_ids=torch.arange(40, 69)[None], use_cache=False).logits
         torch.testing.assert_close(moved, shared(tokens(2, 29), use_cache=False).logits, rtol=0, atol=2e-3)
 
+    def test_position_ids_with_a_cache(self, family):
+        model = converted(tiny_model(family))
+        # With gaps, and decoded: RoPE takes them as they are, as in the stock model.
+        position_ids = torch.cat([torch.arange(5), torch.arange(9, 33)])[None]
+        mask = torch.ones(2, 29)
+        whole = model(tokens(2, 29), position_ids=position_ids, attention_mask=mask, use_cache=False).logits
+        cache, seen, steps = pod.PodCache(model.config), 0, []
+        for part in tokens(2, 29).split([20] + [1] * 9, dim=1):
+            at = position_ids[:, seen : seen + part.shape[1]]
+            steps.append(model(part, position_ids=at, past_key_values=cache).logits)
+            seen += part.shape[1]
+        assert relative(torch.cat(steps, dim=1), whole) <= 1e-5
+        packed = torch.cat([torch.arange(13), torch.arange(16)])[None]
+        with pytest.raises(ValueError, match="position_ids start again .*packed documents .*use_cache=False"):
+            model(tokens(2, 29), position_ids=packed)
+
     def test_packed_documents(self, family):
         model = converted(tiny_model(family))
         sizes = [13, 2, 21]
@@ -634,7 +657,7 @@ def python(code, *arguments, timeout=300):
 def saved(tmp_path_factory):
     """A folder with a saved PoD model of each family, tied and not, and the logits that each gave."""
     folder = tmp_path_factory.mktemp("saved")
-    for family, tied in [("llama", False), ("mistral", False), ("qwen2", True), ("qwen3", True)]:
+    for family, tied in [("llama", False), ("mistral", False), ("phi3", False), ("qwen2", True), ("qwen3", True)]:
         model = converted(tiny_model(family, tie_word_embeddings=tied), share="keys" if tied else "scores")
         model.config.tau = 0.75
         with torch.no_grad():
@@ -653,7 +676,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 torch.set_num_threads(1)
 folder = Path(sys.argv[1])
 input_ids = torch.randint(0, 97, (2, 29), generator=torch.Generator().manual_seed(1))
-for family in ("llama", "mistral", "qwen2", "qwen3"):
+for family in ("llama", "mistral", "phi3", "qwen2", "qwen3"):
     model = AutoModelForCausalLM.from_pretrained(folder / family).eval()
     assert torch.equal(model(input_ids, use_cache=False).logits, torch.load(folder / f"{family}.pt")), family
     base = AutoModel.from_pretrained(folder / family).eval()
@@ -676,6 +699,7 @@ def test_round_trip_in_another_process_after_import_pod_which_is_light(saved):
     assert lines == [
         f"llama PodLlamaForCausalLM PodLlamaModel PodLlamaConfig {SINKS} {RECENT} scores 0.75 {anchors}",
         f"mistral PodMistralForCausalLM PodMistralModel PodMistralConfig {SINKS} {RECENT} scores 0.75 {anchors}",
+        f"phi3 PodPhi3ForCausalLM PodPhi3Model PodPhi3Config {SINKS} {RECENT} scores 0.75 {anchors}",
         f"qwen2 PodQwen2ForCausalLM PodQwen2Model PodQwen2Config {SINKS} {RECENT} keys 0.75 {anchors}",
         f"qwen3 PodQwen3ForCausalLM PodQwen3Model PodQwen3Config {SINKS} {RECENT} keys 0.75 {anchors}",
         "done",
@@ -729,6 +753,82 @@ def test_root_folders_are_no_packages():
     assert (ROOT / "kernels").is_dir()
     for folder in ("kernels", "data", "eval", "recipes", "checkpoints"):
         assert not (ROOT / folder / "__init__.py").exists(), folder
+
+
+# Loaded in other ways
+
+
+class Rounded(torch.nn.Linear):
+    """A stand-in for a quantised layer: rows of int8 with a scale each, as bitsandbytes' 8-bit layers hold them."""
+
+    def __init__(self, layer):
+        super().__init__(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
+        weight, self.bias = layer.weight.detach(), layer.bias
+        self.scale = weight.abs().amax(dim=1, keepdim=True) / 127
+        self.weight = torch.nn.Parameter((weight / self.scale).round().to(torch.int8), requires_grad=False)
+
+    def forward(self, hidden_states):
+        return torch.nn.functional.linear(hidden_states, self.weight * self.scale, self.bias)
+
+
+def quantise(model):
+    """Replace every layer that bitsandbytes would replace: all linear ones but the head."""
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, torch.nn.Linear) and name != "lm_head":
+            model.set_submodule(name, Rounded(layer))
+    return model.eval()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_saved_model_works_with_quantised_layers(family, tmp_path, monkeypatch):
+    monkeypatch.setenv("POD_ATTENTION_BACKEND", "reference")
+    for name, blocks in (("dense", DENSE), ("shared", BLOCKS)):
+        converted(tiny_model(family), blocks).save_pretrained(tmp_path / name)
+    stock, dense, shared = (
+        quantise(model)
+        for model in (
+            tiny_model(family),
+            AutoModelForCausalLM.from_pretrained(tmp_path / "dense"),
+            AutoModelForCausalLM.from_pretrained(tmp_path / "shared"),
+        )
+    )
+    input_ids = tokens(2, 29)
+    with torch.no_grad():
+        expected = stock(input_ids).logits
+        assert relative(expected, tiny_model(family)(input_ids).logits) > 1e-3  # rounding does something
+        assert torch.equal(dense(input_ids, use_cache=False).logits, expected)
+        whole = shared(input_ids, use_cache=False).logits
+        cache = pod.PodCache(shared.config)
+        steps = [shared(part, past_key_values=cache).logits for part in input_ids.split([20] + [1] * 9, dim=1)]
+        assert relative(torch.cat(steps, dim=1), whole) <= 1e-5
+    options = {"max_new_tokens": 6, "do_sample": False}
+    assert torch.equal(dense.generate(input_ids, **options), stock.generate(input_ids, **options))
+
+
+def test_device_maps(tmp_path):
+    model = converted(tiny_model())
+    model.save_pretrained(tmp_path / "pod")
+    tiny_model().save_pretrained(tmp_path / "stock")
+    expected = model(tokens(2, 29), use_cache=False).logits
+
+    def load(name, device_map):
+        folder = tmp_path / "offloaded"
+        return AutoModelForCausalLM.from_pretrained(tmp_path / name, device_map=device_map, offload_folder=folder)
+
+    # On one device, and from the disk to one device layer by layer.
+    for device_map in ("auto", {"": "cpu"}, {"": "disk"}):
+        loaded = load("pod", device_map).eval()
+        assert torch.equal(loaded(tokens(2, 29), use_cache=False).logits, expected), device_map
+        cache = pod.PodCache(model.config)
+        steps = [loaded(part, past_key_values=cache).logits for part in tokens(2, 29).split([20] + [1] * 9, dim=1)]
+        assert relative(torch.cat(steps, dim=1), expected) <= 1e-5
+    apart = {"model": "cpu", "lm_head": "disk"}
+    with pytest.raises(ValueError, match=r"several devices \(cpu, disk\): .*no device_map keeps them together"):
+        load("pod", apart)(tokens(2, 29))
+    with pytest.raises(ValueError, match=r"several devices \(cpu, disk\)"):
+        converted(load("stock", apart))
+    with pytest.raises(ValueError, match=r"offloaded \(device_map=\{'': 'disk'\}\): .*convert it and save it"):
+        converted(load("stock", {"": "disk"}))
 
 
 # Refused by name
@@ -785,11 +885,15 @@ class TestForwardRefusals:
     def test_several_devices(self, family):
         stock = tiny_model(family)
         model = converted(stock)
+        message = r"several devices \(0, 1\): .*device_map=\{'': 0\}"
         model.hf_device_map = {"model": 0, "lm_head": 1}
-        with pytest.raises(ValueError, match=r"several devices \(0, 1\).*device_map=\{'': 0\}"):
+        with pytest.raises(ValueError, match=message):
             model(tokens(2, 9))
+        model.model.hf_device_map = {"layers": 0, "norm": 1}  # as AutoModel has it
+        with pytest.raises(ValueError, match=message):
+            model.model(tokens(2, 9))
         stock.hf_device_map = {"model": 0, "lm_head": "cpu"}
-        with pytest.raises(ValueError, match=r"several devices.*device_map=\{'': 0\}"):
+        with pytest.raises(ValueError, match=r"several devices \(0, cpu\): .*device_map=\{'': 0\}"):
             converted(stock)
         stock.hf_device_map = {"": "cpu"}
         assert converted(stock)(tokens(2, 9)).logits.shape == (2, 9, VOCAB)
@@ -816,7 +920,7 @@ class TestConvertRefusals:
     def test_quantised(self, family):
         stock = tiny_model(family)
         stock.hf_quantizer = object()
-        with pytest.raises(ValueError, match="quantised: load it without quantization_config"):
+        with pytest.raises(ValueError, match="quantised: load it without quantization_config, convert it and save it"):
             converted(stock)
 
     def test_base_model(self, family):
@@ -843,7 +947,8 @@ def test_unknown_families():
     )
     for model, name in ((gpt2, "gpt2"), (opt, "opt")):
         with pytest.raises(
-            ValueError, match=f"model family '{name}' is not supported; supported are llama, mistral, qwen2, qwen3"
+            ValueError,
+            match=f"model family '{name}' is not supported; supported are llama, mistral, phi3, qwen2, qwen3",
         ):
             pod.convert(model, pod.LayerBlocks.dense(2, 2))
 
@@ -883,9 +988,33 @@ def test_sliding_window_of_mistral(tmp_path):
         AutoConfig.from_pretrained(tmp_path)
 
 
-def test_head_dim_of_qwen2_is_what_its_attention_computes(tmp_path):
-    sizes = {name: value for name, value in tiny_config("qwen2").to_dict().items() if name != "head_dim"}
-    stock = Qwen2ForCausalLM(Qwen2Config(**{**sizes, "hidden_size": 48})).eval()
+def test_what_phi3_has_and_pod_has_not():
+    with pytest.raises(ValueError, match=r"sliding_window is 8 tokens in all layers.*Phi-4"):
+        converted(tiny_model("phi3", sliding_window=8))
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": ORIGINAL}
+    for rope in ({"rope_type": "longrope", **factors}, {"partial_rotary_factor": 0.5}):
+        with pytest.raises(ValueError, match="LongRoPE computes its whole cache again .*partial_rotary_factor .*Phi-4"):
+            converted(tiny_model("phi3", rope_parameters={"rope_type": "default", "rope_theta": 10000.0, **rope}))
+    model = converted(tiny_model("phi3", resid_pdrop=0.1))
+    assert model(tokens(2, 9)).logits.shape == (2, 9, VOCAB)
+    with pytest.raises(ValueError, match=r"resid_pdrop=0\.1 is not supported"):
+        model.train()(tokens(2, 9))
+
+
+def test_phi3_keeps_its_cache_where_the_stock_model_makes_a_new_one():
+    stock = tiny_model("phi3", original_max_position_embeddings=ORIGINAL)
+    model = converted(stock, DENSE)
+    cache = pod.PodCache(model.config)
+    ours = model.generate(tokens(2, 21), past_key_values=cache, max_new_tokens=24, do_sample=False)
+    assert torch.equal(ours, stock.generate(tokens(2, 21), max_new_tokens=24, do_sample=False))
+    assert cache.get_seq_length() == 44
+
+
+@pytest.mark.parametrize("family", ["phi3", "qwen2"])
+def test_head_dim_is_what_the_familys_attention_computes(family, tmp_path):
+    sizes = {name: value for name, value in tiny_config(family).to_dict().items() if name != "head_dim"}
+    config_class, model_class = CLASSES[family]
+    stock = model_class(config_class(**{**sizes, "hidden_size": 48})).eval()
     assert not hasattr(stock.config, "head_dim")
     model = pod.convert(stock, DENSE)
     assert model.config.head_dim == model.model.layers[0].self_attn.head_dim == 12
@@ -897,29 +1026,60 @@ def test_head_dim_of_qwen2_is_what_its_attention_computes(tmp_path):
     assert AutoConfig.from_pretrained(tmp_path).head_dim == 12
 
 
-@pytest.mark.parametrize("rope", ["llama3", "yarn"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("rope", sorted(ROPE))
+@pytest.mark.parametrize("family", SCALED)
 class TestRopeScaling:
-    """Beyond the original length, decoded token by token, and read back from disk."""
+    """Within and beyond the original length, decoded token by token, and read back from disk."""
 
-    def test_decoding_with_blocks_equals_a_plain_recomputation(self, family, rope):
-        stock = tiny_model(family, rope_parameters=ROPE[rope])
+    @pytest.mark.parametrize("count", [29, 47])
+    @pytest.mark.parametrize("backend", ["reference", "composed"])
+    def test_equals_stock(self, family, rope, count, backend, monkeypatch):
+        assert_equals_stock(scaled_model(family, rope), DENSE, backend, monkeypatch, count)
+
+    def test_the_scaling_does_something(self, family, rope):
+        plain = tiny_model(family)(tokens(1, 47)).logits
+        assert not torch.allclose(scaled_model(family, rope)(tokens(1, 47)).logits, plain, atol=1e-3)
+
+    def test_generates_beyond_the_original_length_as_stock_does(self, family, rope):
+        stock, input_ids = scaled_model(family, rope), tokens(2, 21)
+        options = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+        expected = stock.generate(input_ids, **options)
+        # Anew, as a dynamic scaling remembers the longest text that it saw.
+        ours = converted(scaled_model(family, rope), DENSE).generate(input_ids, **options)
+        assert torch.equal(ours.sequences, expected.sequences) and ours.sequences.shape[1] > ORIGINAL
+        assert relative(torch.stack(ours.logits), torch.stack(expected.logits)) <= 1e-5
+
+    def test_blocks_equal_a_plain_recomputation(self, family, rope):
+        stock = scaled_model(family, rope)
         model, input_ids = converted(stock), tokens(2, 47)
         expected = plain_pod_logits(stock, input_ids, BLOCKS.anchors, "scores")
-        cache = pod.PodCache(model.config)
         with torch.no_grad():
+            assert relative(model(input_ids, use_cache=False).logits, expected) <= 1e-5
+            if rope in CHANGING:  # keys that are in the cache keep the angles of their time, in the stock model too
+                return
+            cache = pod.PodCache(model.config)
             steps = [model(part, past_key_values=cache).logits for part in input_ids.split([40] + [1] * 7, dim=1)]
         assert relative(torch.cat(steps, dim=1), expected) <= 1e-5
 
     def test_saved_and_loaded(self, family, rope, tmp_path):
-        model = converted(tiny_model(family, rope_parameters=ROPE[rope]))
+        model = converted(scaled_model(family, rope))
         model.save_pretrained(tmp_path)
         again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
         assert torch.equal(again.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
         assert again.model.rotary_emb.attention_scaling == model.model.rotary_emb.attention_scaling
-        assert (again.model.rotary_emb.attention_scaling != 1) == (rope == "yarn")
+        assert (again.model.rotary_emb.attention_scaling != 1) == (rope in ("longrope", "yarn"))
         inputs = {"input_ids": tokens(2, 47), "use_cache": False}
         assert torch.equal(again(**inputs).logits, model(**inputs).logits)
+
+
+@pytest.mark.parametrize("rope", CHANGING)
+def test_a_rope_that_changes_with_length_is_refused_on_shared_sequences(rope):
+    class Group:
+        size, rank = 2, 0
+
+    model = converted(scaled_model("llama", rope)).train()
+    with pytest.raises(ValueError, match=f"'{rope}' .*differs from rank to rank.*sequence_parallel_size=1"):
+        model(tokens(1, 20), sequence=SequenceShard(20, Group()))
 
 
 BROKEN = [

@@ -13,9 +13,15 @@ import pytest
 import torch
 
 from pod.blocks import LayerBlocks
-from pod.config import PodLlamaConfig, PodMistralConfig, PodQwen2Config, PodQwen3Config
+from pod.config import PodLlamaConfig, PodMistralConfig, PodPhi3Config, PodQwen2Config, PodQwen3Config
 from pod.fit import main
-from pod.model import PodLlamaForCausalLM, PodMistralForCausalLM, PodQwen2ForCausalLM, PodQwen3ForCausalLM
+from pod.model import (
+    PodLlamaForCausalLM,
+    PodMistralForCausalLM,
+    PodPhi3ForCausalLM,
+    PodQwen2ForCausalLM,
+    PodQwen3ForCausalLM,
+)
 from pod.module import PodModule
 from pod.plan import KNOWN_CONFIGS, Memory, Shape, Sharing, make_plan
 from pod.recipe import RecipeError, load_recipe, recipes
@@ -185,6 +191,7 @@ def test_at_most_is_never_below_what_blocks_take(seed):
         ({**CONFIG, "model_type": "qwen2"}, (PodQwen2Config, PodQwen2ForCausalLM)),
         ({"model_type": "qwen2", "num_hidden_layers": 2}, (PodQwen2Config, PodQwen2ForCausalLM)),
         ({"model_type": "mistral", "num_hidden_layers": 2}, (PodMistralConfig, PodMistralForCausalLM)),
+        ({"model_type": "phi3", "num_hidden_layers": 2}, (PodPhi3Config, PodPhi3ForCausalLM)),
     ],
 )
 def test_parameters_are_counted(config, model):
@@ -297,7 +304,7 @@ def test_an_unknown_model_is_refused():
         RecipeError, match="someone/something: there is no .* or name one of meta-llama/Meta-Llama-3-8B"
     ):
         make_plan(recipe)
-    with pytest.raises(RecipeError, match="model_type 'gpt2': the plan knows llama, mistral, qwen2 and qwen3"):
+    with pytest.raises(RecipeError, match="model_type 'gpt2': the plan knows llama, mistral, phi3, qwen2 and qwen3"):
         Shape.from_config({"model_type": "gpt2"})
 
 
