@@ -5,6 +5,7 @@
 #   make test       everything but the slow tests
 #   make test-all   the same, and then the slow tests
 #   make lint       ruff: rules and format
+#   make gpu        on a machine with a GPU: its tests, then every speed suite: runs/speed/speed.md
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -14,7 +15,7 @@ STAMP := .venv/.installed
 export DS_BUILD_OPS := 0
 export DS_ACCELERATOR := cpu
 
-.PHONY: install demo tiny-base test test-slow test-all lint
+.PHONY: install demo tiny-base test test-slow test-all lint gpu
 
 install: $(STAMP)
 
@@ -68,3 +69,11 @@ test-all:
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
+
+# A machine with a GPU keeps the torch it has, so nothing is installed: GPU_PYTHON is the Python which has it.
+GPU_PYTHON ?= python3
+
+gpu: export PYTHONPATH := $(CURDIR):$(CURDIR)/kernels
+gpu:
+	$(GPU_PYTHON) -m pytest -m gpu -q
+	$(GPU_PYTHON) eval/speed.py --suite all --device cuda --out runs/speed

@@ -2,78 +2,180 @@
 
     python eval/speed.py --suite decode --lengths 8192,16384
     python eval/speed.py --suite prefill --lengths 4096
-    python eval/speed.py --suite cache --lengths 16384
+    python eval/speed.py --suite all
 
-A random model of 8 layers, width 1,024, 8 KV heads, 70 % of the keys shared (16 sinks, 240 recent tokens):
+A random model of 8 layers with 70 % of the keys shared; on a GPU in Llama-3-8B's shape with a window of 4,096 tokens:
 
-    decode   one token: PoD against the same cache with blocks of one layer, and against transformers' DynamicCache;
-             and with eviction after a prompt against the same after a quarter of the prompt
-    prefill  the prompt by the same three
-    cache    storing one token in all layers (keys, values, and what a method keeps to decide), without attention:
-             into the cache's own storage against concatenation, as DynamicCache does it
+    attention   shared-score attention, forward and with backward, against the dense causal attentions at hand
+    decode      one token: PoD against the same cache with blocks of one layer, and against transformers' DynamicCache;
+                its attention alone, against dense attention to as many keys; and with eviction after a prompt
+    prefill     the prompt by the same three; and a cascade's strides in one layer against causal attention to all
+    cache       storing one token in all layers (keys, values, and what a method keeps to decide), without attention:
+                into the cache's own storage against concatenation, as DynamicCache does it
+    end-to-end  `generate`: a prompt and 32 new tokens
 
 The works take turns, round after round, and a ratio is the median over the rounds of one's time by the other's in the
-same round: a busy machine slows all alike. For `decode` and `cache` the cache is filled with random keys and values,
-without running the model (with eviction the prompt is really run). Writes speed-SUITE.json and prints a table.
+same round: a busy machine slows all alike. On a GPU, time is between two CUDA events. Where a work's operations or
+bytes are known, its rate is printed too, with its share of what a large product or copy reached in the same run.
+Where only attention or storing is measured the cache is filled with random keys and values, without running the model.
+Writes speed-SUITE.json after every measurement, at the end speed.md, and prints it.
 """
 
 import argparse
+import itertools
+import math
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import pod
 from pod.evaluation import report
+from pod_kernels import shared_score_attention
 
-SINKS, RECENT = 16, 240
-SHAPE = {"hidden_size": 1024, "intermediate_size": 2048, "head_dim": 64, "num_attention_heads": 16}
 LAYERS, KV_HEADS = 8, 8
-EVICTION = "snapkv:budget=1024"
+SINKS = 16
 CASCADES = (2048, 8192)  # budgets; at most half of the tokens stored before, so that they are full
 FILLED_AT_ONCE = 1024
 # One update of a cache is too short to be timed, and a cascade's differ from token to token.
 UPDATES = 16
+NEW_TOKENS = 32
 SHORTEST = 64  # tokens
 DENSE, STOCK = "blocks of one layer", "DynamicCache"
+OPERATIONS, BYTES = "TFLOP/s", "GB/s"
+SCALE = {OPERATIONS: 1e12, BYTES: 1e9}
 
-Seconds = dict[str, list[float]]  # by name of the work, one per round
-Measured = tuple[Seconds, list[tuple[str, str]]]  # and which works are compared
+
+@dataclass(frozen=True)
+class Setting:
+    """On what and how large everything is measured.
+
+    Attributes:
+        device, dtype: of all tensors.
+        batch: rows; None chooses by the suite and the length.
+        rounds: timed rounds.
+        recent: recent tokens of the PoD model; the sinks come on top.
+        eviction: methods after a prompt.
+        shape: of the model.
+    """
+
+    device: str
+    dtype: torch.dtype
+    batch: int | None
+    rounds: int
+    recent: int
+    eviction: tuple[str, ...]
+    shape: dict[str, int]
+
+    @property
+    def heads(self) -> int:
+        return self.shape["num_attention_heads"]
+
+    @property
+    def head_dim(self) -> int:
+        return self.shape["head_dim"]
+
+    def random(self, *sizes: int, **options) -> Tensor:
+        """Normal random numbers. Never zeros: they hide wrong indices and are faster to multiply."""
+        return torch.randn(*sizes, device=self.device, dtype=self.dtype, **options)
+
+
+@dataclass
+class Measured:
+    """What one function measured.
+
+    Attributes:
+        seconds: [work], one number for each round.
+        pairs: (work, other work): whose times are compared.
+        amounts: [work] (how much, `OPERATIONS` or `BYTES`) it does at least, where that is known.
+        left_out: [work] why it could not run here.
+    """
+
+    seconds: dict[str, list[float]]
+    pairs: list[tuple[str, str]]
+    amounts: dict[str, tuple[float, str]] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+
+Works = dict[str, Callable[[], object]]
 
 
 def timed(work: Callable[[], object], device: str) -> float:
     """Seconds that `work` takes, the device's queue emptied before and after."""
     if device == "cuda":
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
-    start = time.perf_counter()
+        start.record()
+        work()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) / 1e3
+    begun = time.perf_counter()
     work()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return time.perf_counter() - begun
 
 
-def interleaved(works: dict[str, Callable[[], object]], rounds: int, device: str, label: str) -> Seconds:
+def interleaved(works: Works, rounds: int, device: str, label: str) -> dict[str, list[float]]:
     """Seconds of every work in every round, one work after the other; the first time of each is not counted."""
     for work in works.values():
         work()
-    seconds: Seconds = {name: [] for name in works}
+    seconds: dict[str, list[float]] = {name: [] for name in works}
     for _ in tqdm(range(rounds), desc=label, unit=" rounds"):
         for name, work in works.items():
             seconds[name].append(timed(work, device))
     return seconds
 
 
-def ratio(seconds: Seconds, name: str, against: str) -> float:
+def runnable(works: Works) -> tuple[Works, dict[str, str]]:
+    """Those that run here, and why the others do not."""
+    good, left_out = {}, {}
+    for name, work in works.items():
+        try:
+            work()
+            good[name] = work
+        except (ValueError, RuntimeError, ImportError) as error:
+            left_out[name] = str(error).splitlines()[0]
+    return good, left_out
+
+
+def rotated(setting: Setting, make: Callable[[], list[Tensor]]) -> Iterator[list[Tensor]]:
+    """Inputs without end, on a GPU so many of them that its L2 cache has forgotten each before it comes again."""
+    sets = [make()]
+    if setting.device == "cuda":
+        size = sum(tensor.nbytes for tensor in sets[0])
+        cached = torch.cuda.get_device_properties(setting.device).L2_cache_size
+        sets += [make() for _ in range(math.ceil(2 * cached / size))]
+    return itertools.cycle(sets)
+
+
+def ceilings(setting: Setting) -> dict[str, float]:
+    """What this device reaches at best: a large copy in bytes/s, read and written ones, and a product in FLOP/s."""
+    elements, size = (2**29, 8192) if setting.device == "cuda" else (2**24, 1024)
+    source, (one, other) = setting.random(elements), setting.random(2, size, size)
+    target = torch.empty_like(source)
+    works = {BYTES: lambda: target.copy_(source), OPERATIONS: lambda: one @ other}
+    seconds = interleaved(works, setting.rounds, setting.device, "ceilings")
+    amounts = {BYTES: 2 * source.nbytes, OPERATIONS: 2 * size**3}
+    return {name: amounts[name] / statistics.median(seconds[name]) for name in works}
+
+
+def ratio(seconds: dict[str, list[float]], name: str, against: str) -> float:
     """Median over the rounds of `name`'s time over `against`'s in the same round."""
     return statistics.median(a / b for a, b in zip(seconds[name], seconds[against], strict=True))
 
 
-def ratios(seconds: Seconds, pairs: list[tuple[str, str]]) -> dict[str, float]:
+def ratios(seconds: dict[str, list[float]], pairs: list[tuple[str, str]]) -> dict[str, float]:
     """Each pair's ratio by the name that tables and JSON give it."""
     return {f"{name} / {against}": ratio(seconds, name, against) for name, against in pairs}
 
@@ -84,7 +186,7 @@ def shared_blocks() -> pod.LayerBlocks:
     return pod.LayerBlocks([[layer - layer % step for step in steps] for layer in range(LAYERS)])
 
 
-def random_models(device: str, dtype: torch.dtype, length: int) -> dict[str, PreTrainedModel]:
+def random_models(setting: Setting, length: int) -> dict[str, PreTrainedModel]:
     """The same random weights as a PoD model, as one with blocks of one layer, and as transformers' own."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -92,12 +194,12 @@ def random_models(device: str, dtype: torch.dtype, length: int) -> dict[str, Pre
         num_hidden_layers=LAYERS,
         num_key_value_heads=KV_HEADS,
         max_position_embeddings=length,
-        **SHAPE,
+        **setting.shape,
     )
-    stock = LlamaForCausalLM(config).to(device, dtype).eval()
+    stock = LlamaForCausalLM(config).to(setting.device, setting.dtype).eval()
     return {
-        "PoD": pod.convert(stock, shared_blocks(), SINKS, RECENT),
-        DENSE: pod.convert(stock, pod.LayerBlocks.dense(LAYERS, KV_HEADS), SINKS, RECENT),
+        "PoD": pod.convert(stock, shared_blocks(), SINKS, setting.recent),
+        DENSE: pod.convert(stock, pod.LayerBlocks.dense(LAYERS, KV_HEADS), SINKS, setting.recent),
         STOCK: stock,
     }
 
@@ -109,7 +211,7 @@ def new_cache(model: PreTrainedModel, length: int) -> Cache:
     return DynamicCache(config=model.config)
 
 
-def random_ids(model: PreTrainedModel, batch: int, length: int) -> torch.Tensor:
+def random_ids(model: PreTrainedModel, batch: int, length: int) -> Tensor:
     """[batch, length] token ids, the same at every call."""
     return torch.randint(256, (batch, length), generator=torch.Generator().manual_seed(1)).to(model.device)
 
@@ -117,23 +219,21 @@ def random_ids(model: PreTrainedModel, batch: int, length: int) -> torch.Tensor:
 def fill(cache: Cache, model: PreTrainedModel, batch: int, count: int) -> None:
     """Put `count` random tokens into every layer of a cache, without attention."""
     for first in range(0, count, FILLED_AT_ONCE):
-        shape = (batch, KV_HEADS, min(FILLED_AT_ONCE, count - first), SHAPE["head_dim"])
+        shape = (batch, KV_HEADS, min(FILLED_AT_ONCE, count - first), model.config.head_dim)
         k, v = torch.randn(2, *shape, device=model.device, dtype=model.dtype)
-        write(cache, model, k, v, received(cache, batch, shape[2], model.device))
+        write(cache, model, k, v, received(cache, model, batch, shape[2]))
 
 
-def received(cache: Cache, batch: int, count: int, device: torch.device) -> torch.Tensor | None:
+def received(cache: Cache, model: PreTrainedModel, batch: int, count: int) -> Tensor | None:
     """Random attention that the slots of a cascade of a dense model, and `count` new tokens, received; else None."""
     if not isinstance(cache, pod.PodCache) or cache.eviction is None:
         return None
     used = min(cache.get_seq_length(), cache.store.cascades.slots)
-    groups = SHAPE["num_attention_heads"] // KV_HEADS
-    return torch.rand(KV_HEADS, batch, groups, used + count, device=device)
+    groups = model.config.num_attention_heads // KV_HEADS
+    return torch.rand(KV_HEADS, batch, groups, used + count, device=model.device)
 
 
-def write(
-    cache: Cache, model: PreTrainedModel, k: torch.Tensor, v: torch.Tensor, sums: torch.Tensor | None = None
-) -> None:
+def write(cache: Cache, model: PreTrainedModel, k: Tensor, v: Tensor, sums: Tensor | None = None) -> None:
     """Put the same keys and values [B, H_kv, T, D] into every layer of a cache, without attention."""
     if not isinstance(cache, pod.PodCache):
         for layer in range(LAYERS):
@@ -148,49 +248,209 @@ def write(
     cache.finish()
 
 
+def attend(cache: pod.PodCache, model: PreTrainedModel, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Store the same k, v [B, H_kv, T, D] in every layer and attend from q [B, H, T, D]: a forward's attention."""
+    cache.begin(model.config, k[:, 0], None, model.model.rotary_emb)
+    for layer in range(len(model.model.layers)):
+        out = cache.attend(layer, q, k, v, q, k, q.shape[-1] ** -0.5)
+    cache.finish()
+    return out
+
+
+def dense_attentions(device: str) -> dict[str, Callable[..., Tensor]]:
+    """name -> (q, k, v, is_causal) -> out: the dense attentions that this device might have."""
+
+    def sdpa(kind: SDPBackend, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+        with sdpa_kernel(kind):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
+
+    def flash_attn(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+        from flash_attn import flash_attn_func
+
+        return flash_attn_func(*(tensor.transpose(1, 2) for tensor in (q, k, v)), causal=is_causal).transpose(1, 2)
+
+    found: dict[str, Callable[..., Tensor]] = {"SDPA flash": partial(sdpa, SDPBackend.FLASH_ATTENTION)}
+    if device == "cuda":
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        compiled, masks = torch.compile(flex_attention), {}
+
+        def flex(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+            lengths = q.shape[2], k.shape[2]
+            if is_causal and lengths not in masks:
+                masks[lengths] = create_block_mask(lambda b, h, i, j: i >= j, None, None, *lengths, device=device)
+            return compiled(q, k, v, block_mask=masks[lengths] if is_causal else None, enable_gqa=True)
+
+        cudnn = partial(sdpa, SDPBackend.CUDNN_ATTENTION)
+        found |= {"SDPA cuDNN": cudnn, "FlexAttention": flex, "flash-attn": flash_attn}
+    return found
+
+
+def _attention(setting: Setting, length: int, training: bool) -> Measured:
+    batch = setting.batch or 1
+    queries = (batch, setting.heads, length, setting.head_dim)
+    keys = (batch, KV_HEADS, length, setting.head_dim)
+
+    def inputs() -> list[Tensor]:
+        sizes = queries, keys, keys, queries, keys
+        return [setting.random(*size, requires_grad=training) for size in sizes]
+
+    sets, grad = rotated(setting, inputs), setting.random(*queries)
+
+    def work(run: Callable[..., Tensor], used: int) -> None:
+        tensors = next(sets)[:used]
+        with torch.set_grad_enabled(training):
+            out = run(*tensors)
+        if training:
+            torch.autograd.grad(out, tensors, grad)
+
+    works = {
+        f"PoD, {backend}": partial(
+            work,
+            partial(shared_score_attention, sink_size=SINKS, recent_size=setting.recent, backend=backend),
+            5,
+        )
+        for backend in ("composed", "fused")
+    }
+    dense = {
+        name: partial(work, lambda q, k, v, run=run: run(q, k, v, True), 3)
+        for name, run in dense_attentions(setting.device).items()
+    }
+    works, left_out = runnable(works | dense)
+    label = f"attention at {length}, {'forward and backward' if training else 'forward'}"
+    seconds = interleaved(works, setting.rounds, setting.device, label)
+    pairs = [(name, other) for name in works if name not in dense for other in works if other in dense]
+    # Two products per pair forward, five backward; one of the two sources' logits for each pair.
+    operations = (7 if training else 2) * 2 * setting.head_dim * batch * setting.heads * length * (length + 1) / 2
+    return Measured(seconds, pairs, dict.fromkeys(works, (operations, OPERATIONS)), left_out)
+
+
+def attention_forward(setting: Setting, length: int) -> Measured:
+    """Shared-score attention of a sample, all heads sharing, against dense causal attention."""
+    return _attention(setting, length, training=False)
+
+
+def attention_training(setting: Setting, length: int) -> Measured:
+    """The same with its backward."""
+    return _attention(setting, length, training=True)
+
+
 def step(model: PreTrainedModel, cache: Cache, batch: int) -> Callable[[], object]:
     """One step of decoding."""
     token = torch.ones(batch, 1, dtype=torch.long, device=model.device)
     return lambda: model(token, past_key_values=cache)
 
 
-def decode(device: str, dtype: torch.dtype, batch: int, length: int, rounds: int) -> Measured:
+def decode(setting: Setting, length: int) -> Measured:
     """One token with `length` tokens in the cache."""
-    works = {}
-    for name, model in random_models(device, dtype, 2 * length).items():
-        cache = new_cache(model, length + rounds + 1)
+    works, batch = {}, decoding_rows(setting, length)
+    for name, model in random_models(setting, 2 * length).items():
+        cache = new_cache(model, length + setting.rounds + 1)
         fill(cache, model, batch, length)
         works[name] = step(model, cache, batch)
-    return interleaved(works, rounds, device, f"decode at {length}"), [("PoD", DENSE), ("PoD", STOCK)]
+    seconds = interleaved(works, setting.rounds, setting.device, f"decode at {length}")
+    return Measured(seconds, [("PoD", DENSE), ("PoD", STOCK)])
 
 
-def decode_after_eviction(device: str, dtype: torch.dtype, batch: int, length: int, rounds: int) -> Measured:
+def decoding_rows(setting: Setting, length: int) -> int:
+    """Rows that decode together: on a GPU as many as have half a million tokens."""
+    return setting.batch or (max(1, 2**19 // length) if setting.device == "cuda" else 1)
+
+
+def decode_attention(setting: Setting, length: int) -> Measured:
+    """The attention of one token in all layers, and nothing else, against dense attention to as many keys."""
+    batch, itemsize = decoding_rows(setting, length), setting.dtype.itemsize
+    models = random_models(setting, 2 * length)
+    new = [setting.random(batch, heads, 1, setting.head_dim) for heads in (setting.heads, KV_HEADS, KV_HEADS)]
+    works: Works = {}
+    amounts = {}
+    for name in ("PoD", DENSE):
+        cache = new_cache(models[name], length + setting.rounds + 2)
+        fill(cache, models[name], batch, length)
+        works[name] = partial(attend, cache, models[name], *new)
+        amounts[name] = cache.nbytes(), BYTES
+    stored = [setting.random(2, batch, KV_HEADS, length, setting.head_dim) for _ in range(LAYERS)]
+
+    def dense(run: Callable[..., Tensor]) -> None:
+        for k, v in stored:
+            run(new[0], k, v, False)
+
+    others, left_out = runnable({name: partial(dense, run) for name, run in dense_attentions(setting.device).items()})
+    amounts |= dict.fromkeys(others, (2 * batch * KV_HEADS * length * setting.head_dim * itemsize * LAYERS, BYTES))
+    seconds = interleaved(works | others, setting.rounds, setting.device, f"decode attention at {length}")
+    return Measured(seconds, [("PoD", other) for other in [DENSE, *others]], amounts, left_out)
+
+
+def decode_after_eviction(setting: Setting, length: int) -> Measured:
     """One token after a prompt of `length` tokens, most of them dropped, and after a quarter of it."""
-    works = {}
-    model = random_models(device, dtype, 2 * length)["PoD"]
+    works: Works = {}
+    batch, method = setting.batch or 1, setting.eviction[0]
+    model = random_models(setting, 2 * length)["PoD"]
     for prompt in (length, length // 4):
-        cache = pod.PodCache(model.config, prompt + rounds + 1, pod.eviction.parse(EVICTION))
-        ids = random_ids(model, batch, prompt)
-        model(ids, past_key_values=cache, logits_to_keep=1)
+        cache = pod.PodCache(model.config, prompt + setting.rounds + 1, pod.eviction.parse(method))
+        model(random_ids(model, batch, prompt), past_key_values=cache, logits_to_keep=1)
         works[f"after {prompt:,}"] = step(model, cache, batch)
-    return interleaved(works, rounds, device, f"{EVICTION} after {length}"), [tuple(works)]
+    seconds = interleaved(works, setting.rounds, setting.device, f"{method} after {length}")
+    return Measured(seconds, [tuple(works)])
 
 
-def prefill(device: str, dtype: torch.dtype, batch: int, length: int, rounds: int) -> Measured:
+def decode_attention_after_eviction(setting: Setting, length: int) -> Measured:
+    """The attention of one token in all layers after a prompt of which most is dropped, against the full cache."""
+    batch = setting.batch or 1
+    model = random_models(setting, 2 * length)["PoD"]
+    sizes = setting.heads, KV_HEADS, KV_HEADS
+    prompt, new = ([setting.random(batch, n, count, setting.head_dim) for n in sizes] for count in (length, 1))
+    works: Works = {}
+    for method in (None, *setting.eviction):
+        cache = pod.PodCache(model.config, length + setting.rounds + 1, method and pod.eviction.parse(method))
+        attend(cache, model, *prompt)
+        works[method or "PoD"] = partial(attend, cache, model, *new)
+    seconds = interleaved(works, setting.rounds, setting.device, f"decode attention after {length}")
+    return Measured(seconds, [("PoD", method) for method in setting.eviction])
+
+
+def prefill(setting: Setting, length: int) -> Measured:
     """A prompt of `length` tokens."""
-    works = {}
-    for name, model in random_models(device, dtype, length).items():
+    works, batch = {}, setting.batch or 1
+    for name, model in random_models(setting, length).items():
         ids = random_ids(model, batch, length)
         works[name] = lambda model=model, ids=ids: model(
             ids, past_key_values=new_cache(model, length), logits_to_keep=1
         )
-    return interleaved(works, rounds, device, f"prefill of {length}"), [("PoD", DENSE), ("PoD", STOCK)]
+    seconds = interleaved(works, setting.rounds, setting.device, f"prefill of {length}")
+    return Measured(seconds, [("PoD", DENSE), ("PoD", STOCK)])
 
 
-def update(device: str, dtype: torch.dtype, batch: int, length: int, rounds: int) -> Measured:
+def cascade_prefill(setting: Setting, length: int) -> Measured:
+    """A prompt's attention in one layer by a cascade's strides, against causal attention to all of it.
+
+    The cache and the stride are the Cascade paper's for 1M tokens (16K and 4K), in proportion for shorter prompts.
+    """
+    batch = setting.batch or 1
+    model = random_models(setting, length)[DENSE]
+    model.model.layers = model.model.layers[:1]
+    budget, stride = (max(SHORTEST // 4, min(most, length // part)) for most, part in ((16_384, 16), (4096, 64)))
+    sizes = setting.heads, KV_HEADS, KV_HEADS
+    q, k, v = (setting.random(batch, heads, length, setting.head_dim) for heads in sizes)
+
+    def strides() -> None:
+        cache = pod.PodCache(model.config, eviction=pod.eviction.Cascade(budget // 4 * 4, sinks=SINKS))
+        with cache.prefill():
+            for parts in zip(*(tensor.split(stride, dim=2) for tensor in (q, k, v)), strict=True):
+                attend(cache, model, *parts)
+
+    dense = {name: partial(run, q, k, v, True) for name, run in dense_attentions(setting.device).items()}
+    others, left_out = runnable(dense)
+    name = f"cascade of {budget:,} in strides of {stride:,}"
+    seconds = interleaved({name: strides} | others, setting.rounds, setting.device, f"cascade prefill of {length}")
+    return Measured(seconds, [(other, name) for other in others], left_out=left_out)
+
+
+def update(setting: Setting, length: int) -> Measured:
     """`UPDATES` tokens stored one by one after `length` tokens."""
-    models = random_models(device, dtype, 2 * length)
-    room = length + UPDATES * (rounds + 1)
+    batch = setting.batch or 1
+    models = random_models(setting, 2 * length)
+    room = length + UPDATES * (setting.rounds + 1)
     caches = {
         "PodCache": (models["PoD"], new_cache(models["PoD"], room)),
         "PodCache, blocks of one layer": (models[DENSE], new_cache(models[DENSE], room)),
@@ -204,68 +464,186 @@ def update(device: str, dtype: torch.dtype, batch: int, length: int, rounds: int
     for name, (model, cache) in caches.items():
         fill(cache, model, batch, length)
         # A layer's new states, made beforehand as a model would have made them.
-        states = torch.randn(2, batch, KV_HEADS, 1, SHAPE["head_dim"], device=device, dtype=dtype)
-
-        sums = received(cache, batch, 1, model.device)
+        states = setting.random(2, batch, KV_HEADS, 1, setting.head_dim)
+        sums = received(cache, model, batch, 1)
 
         def work(model=model, cache=cache, states=states, sums=sums) -> None:
             for _ in range(UPDATES):
                 write(cache, model, *states, sums)
 
         works[name] = work
-    return interleaved(works, rounds, device, f"update at {length}"), [
-        ("concatenation", name) for name in works if name != "concatenation"
-    ]
+    seconds = interleaved(works, setting.rounds, setting.device, f"update at {length}")
+    return Measured(seconds, [("concatenation", name) for name in works if name != "concatenation"])
 
 
-SUITES = {"decode": [decode, decode_after_eviction], "prefill": [prefill], "cache": [update]}
+def generation(setting: Setting, length: int) -> Measured:
+    """`generate` with `NEW_TOKENS` new tokens, from the prompt on."""
+    batch, works = setting.batch or 1, {}
+    models = random_models(setting, 2 * length)
+
+    def run(model: PreTrainedModel, ids: Tensor, method: str | None) -> None:
+        kept = None
+        if method is not None:
+            kept = pod.PodCache(model.config, length + NEW_TOKENS, pod.eviction.parse(method))
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=kept,
+            min_new_tokens=NEW_TOKENS,
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            pad_token_id=0,
+        )
+
+    for name, model in models.items():
+        works[name] = partial(run, model, random_ids(model, batch, length), None)
+    for method in setting.eviction:
+        works[f"PoD, {method}"] = partial(run, models["PoD"], random_ids(models["PoD"], batch, length), method)
+    seconds = interleaved(works, setting.rounds, setting.device, f"generate after {length}")
+    others = [(f"PoD, {method}", STOCK) for method in setting.eviction]
+    return Measured(seconds, [("PoD", DENSE), ("PoD", STOCK), *others])
+
+
+SUITES = {
+    "attention": [attention_forward, attention_training],
+    "decode": [decode, decode_attention, decode_after_eviction, decode_attention_after_eviction],
+    "prefill": [prefill, cascade_prefill],
+    "cache": [update],
+    "end-to-end": [generation],
+}
+SETTINGS = {
+    "cpu": Setting(
+        device="cpu",
+        dtype=torch.float32,
+        batch=None,
+        rounds=9,
+        recent=240,
+        eviction=("snapkv:budget=1024",),
+        shape={"hidden_size": 1024, "intermediate_size": 2048, "head_dim": 64, "num_attention_heads": 16},
+    ),
+    "cuda": Setting(
+        device="cuda",
+        dtype=torch.bfloat16,
+        batch=None,
+        rounds=15,
+        recent=4080,
+        eviction=("snapkv:budget=1024", "cake:budget=1024"),
+        shape={"hidden_size": 4096, "intermediate_size": 14_336, "head_dim": 128, "num_attention_heads": 32},
+    ),
+}
+LENGTHS = {
+    "cpu": {"attention": [2048], "decode": [8192, 16_384], "prefill": [4096], "cache": [16_384], "end-to-end": [2048]},
+    "cuda": {
+        "attention": [8192, 32_768, 131_072],
+        "decode": [32_768, 131_072],
+        "prefill": [32_768, 2**20],
+        "cache": [16_384],
+        "end-to-end": [32_768],
+    },
+}
+# The whole model does not fit with so long a prompt, or would take minutes: one layer's attention only.
+LONGEST = {prefill: 131_072}
+
+
+def run_suite(suite: str, lengths: list[int], setting: Setting, path: Path) -> dict:
+    """Measure one suite; what is there is written after every measurement, so that a long run that is stopped has not
+    been for nothing."""
+    facts = {
+        "suite": suite,
+        "device": torch.cuda.get_device_name() if setting.device == "cuda" else setting.device,
+        "threads": torch.get_num_threads(),
+        "dtype": str(setting.dtype).removeprefix("torch."),
+        "batch": setting.batch,
+        "shared_keys": 2 * shared_blocks().kv_saving,
+        "ceilings": ceilings(setting),
+        "results": [],
+    }
+    for length in lengths:
+        for run in SUITES[suite]:
+            if length > LONGEST.get(run, length):
+                continue
+            with torch.no_grad():
+                found = run(setting, length)
+            rates = {
+                name: amount / statistics.median(found.seconds[name]) for name, (amount, _) in found.amounts.items()
+            }
+            facts["results"].append(
+                {
+                    "tokens": length,
+                    "what": run.__name__,
+                    "ratios": ratios(found.seconds, found.pairs),
+                    "rates": {name: {"rate": rate, "unit": found.amounts[name][1]} for name, rate in rates.items()},
+                    "left_out": found.left_out,
+                    "seconds": found.seconds,
+                }
+            )
+            report.write_json(path, facts)
+            if setting.device == "cuda":
+                torch.cuda.empty_cache()
+    return facts
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--suite", choices=list(SUITES), required=True)
-    parser.add_argument("--lengths", type=lambda text: [int(n) for n in text.split(",")], default=[8192, 16384])
-    parser.add_argument("--batch", type=int, default=1, help="rows (1)")
-    parser.add_argument("--rounds", type=int, default=9, help="timed rounds (9)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--suite", choices=[*SUITES, "all"], required=True)
+    parser.add_argument("--lengths", type=lambda text: [int(n) for n in text.split(",")], help="tokens, by the device")
+    parser.add_argument("--batch", type=int, help="rows (1; where a GPU decodes, half a million tokens of them)")
+    parser.add_argument("--rounds", type=int, help="timed rounds (9, on a GPU 15)")
+    parser.add_argument("--device", choices=list(SETTINGS), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="bfloat16 on a GPU, float32 elsewhere")
     parser.add_argument("--out", type=Path, default=report.default_folder("speed"), help="folder to write to")
     options = parser.parse_args(arguments)
-    if min(options.batch, options.rounds) < 1 or min(options.lengths) < SHORTEST:
+    too_few = any(number is not None and number < 1 for number in (options.batch, options.rounds))
+    if too_few or min(options.lengths or [SHORTEST]) < SHORTEST:
         print(f"error: --batch and --rounds are at least 1, --lengths at least {SHORTEST}", file=sys.stderr)
         return 2
-    dtype = getattr(torch, options.dtype or ("bfloat16" if options.device == "cuda" else "float32"))
-    facts = {
-        "suite": options.suite,
-        "device": torch.cuda.get_device_name() if options.device == "cuda" else options.device,
-        "threads": torch.get_num_threads(),
-        "dtype": str(dtype).removeprefix("torch."),
-        "batch": options.batch,
-        "shared_keys": 2 * shared_blocks().kv_saving,
-    }
-    path = options.out / f"speed-{options.suite}.json"
-    results = []
-    for length in options.lengths:
-        for run in SUITES[options.suite]:
-            with torch.no_grad():
-                seconds, pairs = run(options.device, dtype, options.batch, length, options.rounds)
-            measured = {"tokens": length, "what": run.__name__, "ratios": ratios(seconds, pairs)}
-            results.append(measured | {"seconds": seconds})
-            # Written as it grows: a long run that is stopped has not been for nothing.
-            report.write_json(path, facts | {"results": results})
-    print(table(results))
-    print(f"written: {path}")
+    setting = SETTINGS[options.device]
+    given = {"batch": options.batch, "rounds": options.rounds, "dtype": options.dtype and getattr(torch, options.dtype)}
+    setting = replace(setting, **{name: value for name, value in given.items() if value is not None})
+    suites = []
+    for suite in SUITES if options.suite == "all" else [options.suite]:
+        lengths = options.lengths or LENGTHS[options.device][suite]
+        suites.append(run_suite(suite, lengths, setting, options.out / f"speed-{suite}.json"))
+    page = "\n\n".join([heading(suites[0]), *map(table, suites)])
+    report.write(options.out / "speed.md", page + "\n")
+    print(page)
+    print(f"written: {options.out}/speed.md and speed-SUITE.json")
     return 0
 
 
-def table(results: list[dict]) -> str:
+def heading(facts: dict) -> str:
+    """Where and when: what a figure needs to be believed."""
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True
+    ).stdout.strip()
+    ceiling = facts["ceilings"]
+    return (
+        f"## {facts['device']}, {datetime.now(UTC):%Y-%m-%d}, commit {commit or 'unknown'}\n\n"
+        f"{facts['dtype']}, torch {torch.__version__}, {facts['threads']} threads; {facts['shared_keys']:.0%} of the "
+        f"keys shared. A large copy reached {ceiling[BYTES] / 1e9:,.0f} GB/s, a large product "
+        f"{ceiling[OPERATIONS] / 1e12:,.2f} TFLOP/s."
+    )
+
+
+def table(facts: dict) -> str:
     """A line for each ratio; the medians beside it are in milliseconds and belong to this machine at this hour."""
-    rows = []
-    for measured in results:
+    rows, rates, notes = [], [], []
+    for measured in facts["results"]:
+        where = [measured["what"].replace("_", " "), f"{measured['tokens']:,}"]
         for name, value in measured["ratios"].items():
             one, other = (1e3 * statistics.median(measured["seconds"][part]) for part in name.split(" / "))
-            rows.append([name, f"{measured['tokens']:,}", f"{value:.3g}", f"{one:.2f}", f"{other:.2f}"])
-    return report.markdown_table(["time by time", "tokens", "ratio", "ms", "by ms"], rows)
+            rows.append([name, *where, f"{value:.3g}", f"{one:.2f}", f"{other:.2f}"])
+        for name, found in measured["rates"].items():
+            rate, unit = found["rate"], found["unit"]
+            rates.append([name, *where, f"{rate / SCALE[unit]:,.3g} {unit}", f"{rate / facts['ceilings'][unit]:.0%}"])
+        notes += [f"Left out: {name} ({why})." for name, why in measured["left_out"].items()]
+    parts = [
+        f"### {facts['suite']}",
+        report.markdown_table(["time by time", "what", "tokens", "ratio", "ms", "by ms"], rows),
+    ]
+    if rates:
+        parts.append(report.markdown_table(["", "what", "tokens", "rate", "of the ceiling"], rates))
+    return "\n\n".join(parts + list(dict.fromkeys(notes)))
 
 
 if __name__ == "__main__":

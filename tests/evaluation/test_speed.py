@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,30 +16,48 @@ SPEC = importlib.util.spec_from_file_location("eval_speed", ROOT / "eval" / "spe
 speed = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(speed)
 
+ATTENTION = ["PoD, composed / SDPA flash"]
 PAIRS = {
-    "decode": [
-        "PoD / blocks of one layer",
-        "PoD / DynamicCache",
-        "after 64 / after 16",
-    ],
-    "prefill": ["PoD / blocks of one layer", "PoD / DynamicCache"],
-    "cache": [
-        "concatenation / PodCache",
-        "concatenation / PodCache, blocks of one layer",
-        "concatenation / cascade:budget=32",
-    ],
+    "attention": {"attention_forward": ATTENTION, "attention_training": ATTENTION},
+    "decode": {
+        "decode": ["PoD / blocks of one layer", "PoD / DynamicCache"],
+        "decode_attention": ["PoD / blocks of one layer", "PoD / SDPA flash"],
+        "decode_after_eviction": ["after 64 / after 16"],
+        "decode_attention_after_eviction": ["PoD / snapkv:budget=16,window=4"],
+    },
+    "prefill": {
+        "prefill": ["PoD / blocks of one layer", "PoD / DynamicCache"],
+        "cascade_prefill": ["SDPA flash / cascade of 16 in strides of 16"],
+    },
+    "cache": {
+        "update": [
+            "concatenation / PodCache",
+            "concatenation / PodCache, blocks of one layer",
+            "concatenation / cascade:budget=32",
+        ]
+    },
+    "end-to-end": {
+        "generation": [
+            "PoD / blocks of one layer",
+            "PoD / DynamicCache",
+            "PoD, snapkv:budget=16,window=4 / DynamicCache",
+        ]
+    },
 }
+SHAPE = {"hidden_size": 16, "intermediate_size": 16, "head_dim": 4, "num_attention_heads": 16}
 
 
 @pytest.fixture
 def tiny(monkeypatch):
-    shape = {"hidden_size": 16, "intermediate_size": 16, "head_dim": 4, "num_attention_heads": 16}
-    monkeypatch.setattr(speed, "SHAPE", shape)
+    setting = replace(speed.SETTINGS["cpu"], shape=SHAPE, recent=6, eviction=("snapkv:budget=16,window=4",))
+    monkeypatch.setitem(speed.SETTINGS, "cpu", setting)
     monkeypatch.setattr(speed, "SINKS", 2)
-    monkeypatch.setattr(speed, "RECENT", 6)
     monkeypatch.setattr(speed, "FILLED_AT_ONCE", 40)
     monkeypatch.setattr(speed, "UPDATES", 3)
-    monkeypatch.setattr(speed, "EVICTION", "snapkv:budget=16,window=4")
+    monkeypatch.setattr(speed, "NEW_TOKENS", 3)
+    ceilings = {speed.BYTES: 2e9, speed.OPERATIONS: 4e12}
+    monkeypatch.setattr(speed, "ceilings", lambda setting: ceilings)
+    return setting
 
 
 @pytest.mark.parametrize("suite", PAIRS)
@@ -48,19 +67,46 @@ def test_each_suite_writes_its_ratios(suite, tiny, tmp_path, capsys):
     written = json.loads((tmp_path / f"speed-{suite}.json").read_text())
     assert (written["suite"], written["device"], written["dtype"]) == (suite, "cpu", "float32")
     assert written["shared_keys"] == pytest.approx(0.7, abs=0.01)
-    found = [name for measured in written["results"] for name in measured["ratios"]]
-    assert found == PAIRS[suite]
+    assert {measured["what"]: list(measured["ratios"]) for measured in written["results"]} == PAIRS[suite]
     printed = capsys.readouterr().out
+    assert (tmp_path / "speed.md").read_text().strip() in printed
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in printed.splitlines()]
     for measured in written["results"]:
         assert measured["tokens"] == 64
+        where = [measured["what"].replace("_", " "), "64"]
         for name, value in measured["ratios"].items():
             one, other = (measured["seconds"][part] for part in name.split(" / "))
             assert len(one) == len(other) == 2 and min(one + other) > 0
             assert value == pytest.approx(statistics.median(a / b for a, b in zip(one, other, strict=True)))
-            (line,) = (line for line in printed.splitlines() if line.startswith(f"| {name} "))
-            cells = [cell.strip() for cell in line.strip("|").split("|")]
-            assert cells[1:3] == ["64", f"{value:.3g}"]
-            assert cells[3] == f"{1e3 * statistics.median(one):.2f}"
+            middles = (f"{1e3 * statistics.median(seconds):.2f}" for seconds in (one, other))
+            assert [name, *where, f"{value:.3g}", *middles] in rows
+        for name, found in measured["rates"].items():
+            ceiling = {"GB/s": 2e9, "TFLOP/s": 4e12}[found["unit"]]
+            (row,) = (row for row in rows if row[:3] == [name, *where] and found["unit"] in row[3])
+            assert row[4] == f"{found['rate'] / ceiling:.0%}"
+
+
+def test_operations_and_bytes(tiny):
+    with torch.no_grad():
+        measured = speed.attention_forward(replace(tiny, batch=2, rounds=1), 64)
+        trained = speed.attention_training(replace(tiny, batch=2, rounds=1), 64)
+        decoded = speed.decode_attention(replace(tiny, batch=2, rounds=1), 64)
+    pairs = 2 * 16 * sum(query + 1 for query in range(64))
+    # For each pair: 4 multiplications and as many additions for the logit, and the same for the value.
+    assert measured.amounts["SDPA flash"] == (pairs * 4 * 2 * 2, speed.OPERATIONS)
+    assert trained.amounts["PoD, composed"] == (pairs * 4 * 2 * 7, speed.OPERATIONS)
+    assert decoded.amounts["SDPA flash"] == (2 * 2 * 64 * 4 * 4 * speed.KV_HEADS * speed.LAYERS, speed.BYTES)
+    # Its blocks of one layer hold the same keys and values, and room for the tokens of the rounds.
+    dense, most = decoded.amounts[speed.DENSE][0], decoded.amounts["SDPA flash"][0]
+    assert dense == most // 64 * (64 + 3)
+
+
+def test_what_cannot_run_is_left_out_with_its_reason():
+    def refuse():
+        raise ValueError("no such thing here\nat all")
+
+    good, left_out = speed.runnable({"one": lambda: None, "other": refuse})
+    assert list(good) == ["one"] and left_out == {"other": "no such thing here"}
 
 
 def test_ratios_are_medians_of_rounds_on_a_fake_clock(monkeypatch):
@@ -95,7 +141,7 @@ def test_seventy_percent_of_the_keys_are_shared():
 
 def test_filled_caches_hold_what_was_stored(tiny):
     with torch.no_grad():
-        models = speed.random_models("cpu", torch.float32, 256)
+        models = speed.random_models(tiny, 256)
         for model in models.values():
             cache = speed.new_cache(model, 100)
             speed.fill(cache, model, 2, 90)
