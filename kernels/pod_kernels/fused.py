@@ -2,18 +2,18 @@
 
 Never imported before it is used: importing it imports triton (`pod_kernels.attention` does so when it runs it).
 
-The pairs (query i, key j) are taken in tiles. With the positions of PoD (arXiv 2412.02252, Eq. 3 and 4), a tile that
-holds visible pairs is one of four kinds, and each kind has a loop of its own:
+The pairs (query i, key j) of PoD (arXiv 2412.02252, Eq. 3 and 4) are taken in tiles, first those with distant pairs
+(logits from q_distant and k_distant), then those with proximal ones (from q and k). In a plain tile all pairs belong
+to the source and no mask is needed; the others, on a border (of the sinks, the window, the diagonal, a document), are
+masked, and only these may be visited for both sources. Along one row of tiles of a long sequence, left to right:
 
-    far        all pairs are visible and distant: one product, q_distant . k_distant, no mask
-    near       all pairs are visible and proximal: one product, q . k, no mask
-    diagonal   all visible pairs are proximal: one product, the causal mask
-    border     anything else: the edge of the sinks, of the window, or of a document. Both products, all masks
+    distant                   masked  plain ............... plain  masked
+    proximal  masked (sinks)                                       masked (window)  plain .. plain  masked (diagonal)
 
-Along one row of tiles of a long sequence, left to right, these are: border (the end of the sinks), far (nearly all),
-border (the start of the window), near, diagonal. `key_segments` and `query_segments` find where one kind ends and the
-next begins from the first and last token of a tile, so that no empty tile is visited. The kernels visit far tiles
-first and near tiles last, so that the distant accumulators need no registers beside the proximal loops.
+Where each run begins and ends follows from the first and last token of a tile (`distant_keys`, `proximal_keys`, and
+for a tile of keys `distant_queries`, `proximal_queries`), so that no empty tile is visited. The peak and the sum of the
+online softmax go on from one source to the next, and what the first left is the distant share that the gate needs.
+One source at a time also means that only its accumulators occupy registers.
 
 The backward is deterministic: one kernel owns a tile of queries (dq, dq_distant), the other a tile of keys (dk, dv,
 dk_distant) and sums over the query heads that share it; nothing is added atomically. Each recomputes the weights as
@@ -35,15 +35,15 @@ from pod_kernels import reference
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # as it was when the kernels below were made
 
-FAR = tl.constexpr(0)
-NEAR = tl.constexpr(1)
-DIAGONAL = tl.constexpr(2)
-BORDER = tl.constexpr(3)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+NEVER = tl.constexpr(2**30)
 
 
-# Which tiles are visited, and as what
+# Which tiles are visited: three runs of masked tiles and one of plain ones, each as (first tile, number of tiles).
+# S is sink_size and R is recent_size. `first` and `last` are the columns of a tile's first and last real token (last is
+# -1 where there is none), `low` and `high` the columns where the sequences of these two begin. A tile is mixed where
+# the two differ: several documents meet, and all is masked.
 
 
 @triton.jit
@@ -52,73 +52,93 @@ def _clamp(value, low, high):
 
 
 @triton.jit
-def key_segments(first, last, low, high, sink_size, recent_size, KEY_TILE: tl.constexpr, WINDOW_ONLY: tl.constexpr):
-    """Tiles of keys for one tile of queries, as the borders b0 <= ... <= b7 of runs of tiles.
-
-    [b0, b1), [b2, b3) and [b4, b5) are border tiles, [b1, b2) and [b5, b6) near, [b3, b4) far (not visited by window
-    attention), [b6, b7) diagonal.
-
-    Args:
-        first, last: columns of the tile's first and last real query; last is -1 where there is none.
-        low, high: first column of the sequence of the former and of the latter.
-    """
-    end = (last + KEY_TILE) // KEY_TILE
-    is_mixed = low != high
-    own = tl.cdiv(low, KEY_TILE)  # from here on, tiles hold no key of an earlier sequence
-    seen = (first + 1) // KEY_TILE  # before it, all keys are seen by all queries
-    any_recent = tl.maximum(first - recent_size + 1, 0) // KEY_TILE  # before it, no pair is recent
-    all_recent = tl.cdiv(tl.maximum(last - recent_size + 1, 0), KEY_TILE)  # from here on, all pairs are
-
-    b0 = tl.minimum(low // KEY_TILE, end)
-    if WINDOW_ONLY:
-        has_sinks = sink_size > 0
-        b1 = tl.where(has_sinks, tl.minimum(own, end), b0)
-        sink_end = tl.where(has_sinks, tl.cdiv(low + sink_size, KEY_TILE), b0)
-    else:
-        b1 = tl.minimum(own, end)
-        sink_end = tl.cdiv(low + sink_size, KEY_TILE)
-    b2 = tl.where(is_mixed, b1, _clamp((low + sink_size) // KEY_TILE, b1, tl.maximum(seen, b1)))
-    b3 = _clamp(sink_end, b2, end)
-    b4 = _clamp(any_recent, b3, end)
-    if not WINDOW_ONLY:
-        b4 = tl.where(is_mixed, b3, b4)
-    b5 = tl.where(is_mixed, end, _clamp(tl.maximum(all_recent, own), b4, end))
-    b6 = _clamp(seen, b5, end)
-    return b0, b1, b2, b3, b4, b5, b6, end
+def distant_keys(
+    columns, starts, real, first, last, low, high, S, R, length, KEY_TILE: tl.constexpr, SPANS: tl.constexpr
+):
+    """Tiles of keys with distant pairs for a tile of queries; `columns`, `starts`, `real` hold its queries."""
+    last_low = last
+    other_begin, other_end = 0, 0
+    if SPANS:
+        # The queries of the first sequence, whose keys may lie far back, and those of the others, which begin here.
+        last_low = tl.max(tl.where(real & (starts == low), columns, -1), 0)
+        is_other = real & (starts > low) & (columns - R >= starts + S)
+        other_begin = tl.min(tl.where(is_other, starts + S, NEVER), 0) // KEY_TILE
+        other_end = tl.cdiv(tl.max(tl.where(is_other, columns - R + 1, 0), 0), KEY_TILE)
+    begin = (low + S) // KEY_TILE
+    end = tl.where(last_low - R >= low + S, tl.cdiv(tl.maximum(last_low - R + 1, 0), KEY_TILE), begin)
+    # All keys are past the sinks, and none is recent for any query.
+    plain = tl.minimum(tl.where(low == high, tl.cdiv(low + S, KEY_TILE), end), end)
+    plain_end = _clamp(tl.maximum(first - R + 1, 0) // KEY_TILE, plain, end)
+    other_begin = tl.maximum(other_begin, end)
+    other = tl.maximum(other_end - other_begin, 0)
+    return begin, plain - begin, plain_end, end - plain_end, other_begin, other, plain, plain_end - plain
 
 
 @triton.jit
-def query_segments(
-    first, last, low, high, stop, sink_size, recent_size, QUERY_TILE: tl.constexpr, WINDOW_ONLY: tl.constexpr
+def proximal_keys(columns, starts, real, first, last, low, high, S, R, KEY_TILE: tl.constexpr, SPANS: tl.constexpr):
+    """Tiles of keys with proximal pairs for a tile of queries."""
+    last_low = last
+    if SPANS:
+        last_low = tl.max(tl.where(real & (starts == low), columns, -1), 0)
+    end = tl.cdiv(last + 1, KEY_TILE)
+    begin = tl.minimum(low // KEY_TILE, end)
+    sink_end = tl.cdiv(tl.minimum(low + S, last_low + 1), KEY_TILE)
+    sink_end = tl.where(S > 0, _clamp(sink_end, begin, end), begin)
+    window = _clamp(tl.maximum(first - R + 1, low) // KEY_TILE, sink_end, end)
+    # All keys are in the window of every query, and in its sequence; then: seen by every query.
+    plain = tl.maximum(tl.cdiv(tl.maximum(last - R + 1, 0), KEY_TILE), tl.cdiv(low, KEY_TILE))
+    plain = tl.where(low == high, _clamp(plain, window, end), end)
+    plain_end = _clamp((first + 1) // KEY_TILE, plain, end)
+    return begin, sink_end - begin, window, plain - window, plain_end, end - plain_end, plain, plain_end - plain
+
+
+@triton.jit
+def distant_queries(
+    columns,
+    starts,
+    stops,
+    real,
+    first,
+    last,
+    low,
+    high,
+    stop,
+    S,
+    R,
+    QUERY_TILE: tl.constexpr,
+    SPANS: tl.constexpr,
 ):
-    """Tiles of queries for one tile of keys, as the borders b0 <= ... <= b5 of runs of tiles.
+    """Tiles of queries with distant pairs for a tile of keys; `stop` is the column after the last one's sequence."""
+    other_begin, other_end = 0, 0
+    if SPANS:
+        # The keys of all sequences but the last, whose queries lie before the tile's end.
+        is_other = real & (starts < high) & (columns >= starts + S) & (columns + R < stops)
+        other_begin = tl.min(tl.where(is_other, columns + R, NEVER), 0) // QUERY_TILE
+        other_end = tl.cdiv(tl.max(tl.where(is_other, stops, 0), 0), QUERY_TILE)
+        other_begin = tl.minimum(other_begin, other_end)
+    first_distant = tl.maximum(first, high + S)
+    begin = tl.maximum((first_distant + R) // QUERY_TILE, other_end)
+    any_distant = (first_distant <= last) & (first_distant + R < stop)
+    end = tl.where(any_distant, tl.maximum(tl.cdiv(stop, QUERY_TILE), begin), begin)
+    # No key is a sink, and none is recent for any query; then: no query is of a later sequence.
+    is_plain = (low == high) & (first >= low + S)
+    plain = tl.where(is_plain, _clamp(tl.cdiv(last + R, QUERY_TILE), begin, end), end)
+    plain_end = _clamp(stop // QUERY_TILE, plain, end)
+    other = other_end - other_begin
+    return begin, plain - begin, plain_end, end - plain_end, other_begin, other, plain, plain_end - plain
 
-    [b0, b1) are diagonal tiles, [b1, b2) near, [b2, b3) and [b4, b5) border, [b3, b4) far (not visited by window
-    attention).
 
-    Args:
-        first, last: columns of the tile's first and last real key; last is -1 where there is none.
-        low, high: first column of the sequence of the former and of the latter.
-        stop: the column after the last one of the latter's sequence.
-    """
-    never = 2**30
-    is_mixed = low != high
-    all_sinks = last < low + sink_size
-    no_sinks = tl.maximum(first, high) >= high + sink_size
-    end = tl.cdiv(stop, QUERY_TILE)
-    seeing = tl.cdiv(last, QUERY_TILE)  # from here on, all queries see all keys
-    own = stop // QUERY_TILE  # before it, tiles hold no query of a later sequence
-    all_recent = tl.where(all_sinks, never, (first + recent_size) // QUERY_TILE)  # before it, all pairs are proximal
-    none_recent = tl.cdiv(last + recent_size, QUERY_TILE)  # from here on, no pair is recent
-    if WINDOW_ONLY:
-        end = tl.where(no_sinks, tl.minimum(end, none_recent), end)
-
-    b0 = tl.minimum(first // QUERY_TILE, end)
-    b1 = tl.where(is_mixed, b0, _clamp(tl.minimum(seeing, all_recent), b0, end))
-    b2 = tl.where(is_mixed, b0, _clamp(tl.minimum(all_recent, own), b1, end))
-    b3 = tl.where(is_mixed, end, _clamp(tl.where(no_sinks, none_recent, end), b2, end))
-    b4 = tl.where(is_mixed, end, _clamp(own, b3, end))
-    return b0, b1, b2, b3, b4, end
+@triton.jit
+def proximal_queries(first, last, low, high, stop, S, R, QUERY_TILE: tl.constexpr):
+    """Tiles of queries with proximal pairs for a tile of keys; `stop` is the column after the last one's sequence."""
+    has_sinks = tl.maximum(first, high) < high + S
+    end = tl.cdiv(tl.where(has_sinks, stop, tl.minimum(stop, last + R)), QUERY_TILE)
+    begin = tl.minimum(first // QUERY_TILE, end)
+    # All keys are seen by every query; then: in its window (or sinks), and no query is of a later sequence.
+    plain = tl.where(low == high, _clamp(tl.cdiv(last, QUERY_TILE), begin, end), end)
+    window = tl.where(last < low + S, NEVER, (first + R) // QUERY_TILE)
+    plain_end = _clamp(tl.minimum(window, stop // QUERY_TILE), plain, end)
+    return begin, plain - begin, plain_end, end - plain_end, 0, 0, plain, plain_end - plain
 
 
 @triton.jit
@@ -130,11 +150,12 @@ def _tile_of(index, start_0, count_0, start_1, count_1, start_2):
 
 
 @triton.jit
-def _pairs(rows, columns, starts, sink_size, recent_size):
-    """Which pairs are visible, and which of these proximal; all broadcast against one another."""
-    visible = (columns <= rows) & (columns >= starts)
-    proximal = (columns < starts + sink_size) | (rows - columns < recent_size)
-    return visible, proximal
+def _wanted(rows, columns, starts, S, R, DISTANT: tl.constexpr):
+    """Which pairs are visible and of the source; all broadcast against one another."""
+    if DISTANT:
+        return (columns >= starts + S) & (rows - columns >= R)
+    else:
+        return (columns <= rows) & (columns >= starts) & ((columns < starts + S) | (rows - columns < R))
 
 
 @triton.jit
@@ -145,6 +166,21 @@ def _program(tiles, heads, section):
     width = tl.minimum(section, heads - first)
     rest = program - first * tiles
     return rest // width, first + rest % width
+
+
+@triton.jit
+def _tokens(spans, row, first, length, TILE: tl.constexpr, SPANS: tl.constexpr):
+    """Columns and starts of a tile's tokens, which of them are real; first, last, low and high as above."""
+    columns = first + tl.arange(0, TILE)
+    if SPANS:
+        starts = tl.load(spans + row.to(tl.int64) * length + columns, mask=columns < length, other=length)
+        real = starts < length
+        first_real = tl.min(tl.where(real, columns, length), 0)
+        last_real = tl.max(tl.where(real, columns, -1), 0)
+        return columns, starts, real, first_real, last_real, tl.min(starts, 0), tl.max(tl.where(real, starts, 0), 0)
+    else:
+        starts = tl.zeros([TILE], tl.int32)
+        return columns, starts, columns < length, first, tl.minimum(first + TILE, length) - 1, 0, 0
 
 
 @triton.jit
@@ -173,54 +209,24 @@ def _store(base, stride, first, length, values, ROWS: tl.constexpr, DIM: tl.cons
     tl.store(pointers, values.to(base.dtype.element_ty), mask=mask)
 
 
-@triton.jit
-def _multiply(a, b):
-    return tl.dot(a, b, input_precision="ieee")
-
-
-@triton.jit
-def _multiply_add(a, b, total):
-    return tl.dot(a, b, total, input_precision="ieee")
-
-
-@triton.jit
-def _query_tile(spans, row, first, length, QUERY_TILE: tl.constexpr, SPANS: tl.constexpr):
-    """Columns and starts of a tile of queries, which of them are real, and what `key_segments` asks for."""
-    columns = first + tl.arange(0, QUERY_TILE)
-    if SPANS:
-        starts = tl.load(spans + row.to(tl.int64) * length + columns, mask=columns < length, other=length)
-        real = starts < length
-        low, high = tl.min(starts, 0), tl.max(tl.where(real, starts, 0), 0)
-        first_real = tl.min(tl.where(real, columns, length), 0)
-        last_real = tl.max(tl.where(real, columns, -1), 0)
-        return columns, starts, real, first_real, last_real, low, high
-    else:
-        starts = tl.zeros([QUERY_TILE], tl.int32)
-        return columns, starts, columns < length, first, tl.minimum(first + QUERY_TILE, length) - 1, 0, 0
-
-
 # Forward
 
 
 @triton.jit
-def _forward_tiles(
+def _attend(
     out,
     peak,
     total,
-    distant_total,
     q,
-    q_distant,
     columns,
     starts,
     k_ptr,
     v_ptr,
-    k_distant_ptr,
     k_t,
     v_t,
-    k_distant_t,
     length,
-    sink_size,
-    recent_size,
+    S,
+    R,
     scale,
     start_0,
     count_0,
@@ -228,49 +234,31 @@ def _forward_tiles(
     count_1,
     start_2,
     count_2,
-    KIND: tl.constexpr,
+    MASKED: tl.constexpr,
+    DISTANT: tl.constexpr,
     DIM: tl.constexpr,
     PADDED: tl.constexpr,
     KEY_TILE: tl.constexpr,
-    DISTANT: tl.constexpr,
-    WINDOW_ONLY: tl.constexpr,
-    GATE: tl.constexpr,
 ):
-    """The online softmax over runs of tiles of one kind."""
-    CHECK: tl.constexpr = KIND == BORDER or KIND == DIAGONAL
+    """The online softmax of a tile of queries over three runs of tiles of keys."""
     for index in tl.range(0, count_0 + count_1 + count_2):
         first = _tile_of(index, start_0, count_0, start_1, count_1, start_2) * KEY_TILE
-        if KIND == FAR:
-            k = _load(k_distant_ptr, k_distant_t, first, length, KEY_TILE, DIM, PADDED, CHECK)
-            logits = _multiply(q_distant, tl.trans(k))
-        else:
-            k = _load(k_ptr, k_t, first, length, KEY_TILE, DIM, PADDED, CHECK)
-            logits = _multiply(q, tl.trans(k))
-        if CHECK:
+        k = _load(k_ptr, k_t, first, length, KEY_TILE, DIM, PADDED, MASKED)
+        logits = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if MASKED:
             keys = first + tl.arange(0, KEY_TILE)
-            visible, proximal = _pairs(columns[:, None], keys[None, :], starts[:, None], sink_size, recent_size)
-            if KIND == BORDER and DISTANT:
-                k = _load(k_distant_ptr, k_distant_t, first, length, KEY_TILE, DIM, PADDED, CHECK)
-                logits = tl.where(proximal, logits, _multiply(q_distant, tl.trans(k)))
-            if WINDOW_ONLY:
-                visible = visible & proximal
-            logits = tl.where(visible, logits, -float("inf"))
+            wanted = _wanted(columns[:, None], keys[None, :], starts[:, None], S, R, DISTANT)
+            logits = tl.where(wanted, logits, -float("inf"))
         new_peak = tl.maximum(peak, tl.max(logits, 1) * scale)
         # A query that has seen no key yet: -inf - -inf would be NaN.
-        base = tl.where(new_peak == -float("inf"), 0.0, new_peak) if CHECK else new_peak
+        base = tl.where(new_peak == -float("inf"), 0.0, new_peak) if MASKED else new_peak
         weights = tl.exp2(logits * scale - base[:, None])
         fade = tl.exp2(peak - base)
         total = total * fade + tl.sum(weights, 1)
-        if GATE:
-            distant_total = distant_total * fade
-            if KIND == FAR:
-                distant_total += tl.sum(weights, 1)
-            elif KIND == BORDER:
-                distant_total += tl.sum(tl.where(proximal, 0.0, weights), 1)
-        v = _load(v_ptr, v_t, first, length, KEY_TILE, DIM, PADDED, CHECK)
-        out = _multiply_add(weights.to(v.dtype), v, out * fade[:, None])
+        v = _load(v_ptr, v_t, first, length, KEY_TILE, DIM, PADDED, MASKED)
+        out = tl.dot(weights.to(v.dtype), v, out * fade[:, None], input_precision="ieee")
         peak = new_peak
-    return out, peak, total, distant_total
+    return out, peak, total
 
 
 @triton.jit
@@ -307,86 +295,78 @@ def _forward_kernel(
     groups,
     length,
     section,
-    sink_size,
-    recent_size,
+    S,
+    R,
     scale,
     DIM: tl.constexpr,
     PADDED: tl.constexpr,
     QUERY_TILE: tl.constexpr,
     KEY_TILE: tl.constexpr,
     DISTANT: tl.constexpr,
-    WINDOW_ONLY: tl.constexpr,
     SPANS: tl.constexpr,
     GATE: tl.constexpr,
 ):
     tiles = tl.cdiv(length, QUERY_TILE)
     tile, flat_head = _program(tiles, batch * heads, section)
-    first = (tiles - 1 - tile) * QUERY_TILE  # the longest rows of tiles first
+    begin = (tiles - 1 - tile) * QUERY_TILE  # the longest rows of tiles first
     row, head = flat_head // heads, flat_head % heads
     b, h, h_kv = row.to(tl.int64), head.to(tl.int64), (head // groups).to(tl.int64)
     k_ptr += b * k_b + h_kv * k_h
     v_ptr += b * v_b + h_kv * v_h
-    columns, starts, real, first_real, last_real, low, high = _query_tile(
-        spans_ptr, row, first, length, QUERY_TILE, SPANS
-    )
-    b0, b1, b2, b3, b4, b5, b6, b7 = key_segments(
-        first_real, last_real, low, high, sink_size, recent_size, KEY_TILE, WINDOW_ONLY
-    )
+    columns, starts, real, first, last, low, high = _tokens(spans_ptr, row, begin, length, QUERY_TILE, SPANS)
     scale *= LOG2_E
 
     out = tl.zeros([QUERY_TILE, PADDED], tl.float32)
     peak = tl.full([QUERY_TILE], -float("inf"), tl.float32)
     total = tl.zeros([QUERY_TILE], tl.float32)
-    distant_total = tl.zeros([QUERY_TILE], tl.float32)
     if DISTANT:
         k_distant_ptr += b * k_distant_b + h_kv * k_distant_h
         base = q_distant_ptr + b * q_distant_b + h * q_distant_h
-        q_distant = _load(base, q_distant_t, first, length, QUERY_TILE, DIM, PADDED, True)
-        out, peak, total, distant_total = _forward_tiles(
-            out, peak, total, distant_total, q_distant, q_distant, columns, starts,
-            k_ptr, v_ptr, k_distant_ptr, k_t, v_t, k_distant_t, length, sink_size, recent_size, scale,
-            b3, b4 - b3, 0, 0, 0, 0, FAR, DIM, PADDED, KEY_TILE, DISTANT, WINDOW_ONLY, GATE,
+        q_distant = _load(base, q_distant_t, begin, length, QUERY_TILE, DIM, PADDED, True)
+        s0, n0, s1, n1, s2, n2, plain, count = distant_keys(
+            columns, starts, real, first, last, low, high, S, R, length, KEY_TILE, SPANS
+        )
+        out, peak, total = _attend(
+            out, peak, total, q_distant, columns, starts, k_distant_ptr, v_ptr, k_distant_t, v_t, length, S, R, scale,
+            s0, n0, s1, n1, s2, n2, True, True, DIM, PADDED, KEY_TILE,
         )  # fmt: skip
-    q = _load(q_ptr + b * q_b + h * q_h, q_t, first, length, QUERY_TILE, DIM, PADDED, True)
-    if not DISTANT:
-        q_distant = q
-    out, peak, total, distant_total = _forward_tiles(
-        out, peak, total, distant_total, q, q_distant, columns, starts,
-        k_ptr, v_ptr, k_distant_ptr, k_t, v_t, k_distant_t, length, sink_size, recent_size, scale,
-        b0, b1 - b0, b2, b3 - b2, b4, b5 - b4, BORDER, DIM, PADDED, KEY_TILE, DISTANT, WINDOW_ONLY, GATE,
+        out, peak, total = _attend(
+            out, peak, total, q_distant, columns, starts, k_distant_ptr, v_ptr, k_distant_t, v_t, length, S, R, scale,
+            plain, count, 0, 0, 0, 0, False, True, DIM, PADDED, KEY_TILE,
+        )  # fmt: skip
+    distant_peak, distant_total = peak, total
+    q = _load(q_ptr + b * q_b + h * q_h, q_t, begin, length, QUERY_TILE, DIM, PADDED, True)
+    s0, n0, s1, n1, s2, n2, plain, count = proximal_keys(
+        columns, starts, real, first, last, low, high, S, R, KEY_TILE, SPANS
+    )
+    out, peak, total = _attend(
+        out, peak, total, q, columns, starts, k_ptr, v_ptr, k_t, v_t, length, S, R, scale,
+        plain, count, 0, 0, 0, 0, False, False, DIM, PADDED, KEY_TILE,
     )  # fmt: skip
-    out, peak, total, distant_total = _forward_tiles(
-        out, peak, total, distant_total, q, q, columns, starts,
-        k_ptr, v_ptr, k_distant_ptr, k_t, v_t, k_distant_t, length, sink_size, recent_size, scale,
-        b1, b2 - b1, b5, b6 - b5, 0, 0, NEAR, DIM, PADDED, KEY_TILE, DISTANT, WINDOW_ONLY, GATE,
-    )  # fmt: skip
-    out, peak, total, distant_total = _forward_tiles(
-        out, peak, total, distant_total, q, q, columns, starts,
-        k_ptr, v_ptr, k_distant_ptr, k_t, v_t, k_distant_t, length, sink_size, recent_size, scale,
-        b6, b7 - b6, 0, 0, 0, 0, DIAGONAL, DIM, PADDED, KEY_TILE, DISTANT, WINDOW_ONLY, GATE,
+    out, peak, total = _attend(
+        out, peak, total, q, columns, starts, k_ptr, v_ptr, k_t, v_t, length, S, R, scale,
+        s0, n0, s1, n1, s2, n2, True, False, DIM, PADDED, KEY_TILE,
     )  # fmt: skip
 
     # Rows of padding saw nothing or, in an unmasked loop, what is not theirs.
     total = tl.where(real, total, 1.0)
     out = tl.where(real[:, None], out / total[:, None], 0.0)
     lse = tl.where(real, (peak + tl.log2(total)) * LN_2, -float("inf"))
-    _store(out_ptr + b * out_b + h * out_h, out_t, first, length, out, QUERY_TILE, DIM, PADDED)
+    _store(out_ptr + b * out_b + h * out_h, out_t, begin, length, out, QUERY_TILE, DIM, PADDED)
     offsets = flat_head.to(tl.int64) * length + columns
     tl.store(lse_ptr + offsets, lse, mask=columns < length)
     if GATE:
-        gate = tl.where(real, 1.0 - distant_total / total, 1.0)
-        tl.store(gate_ptr + offsets, gate, mask=columns < length)
+        gate = 1.0 - distant_total * tl.exp2(distant_peak - tl.where(real, peak, 0.0)) / total
+        tl.store(gate_ptr + offsets, tl.where(real, gate, 1.0), mask=columns < length)
 
 
 # Backward
 
 
 @triton.jit
-def _query_grad_tiles(
+def _query_grad(
     dq,
-    dq_distant,
     q,
-    q_distant,
     grad_out,
     lse,
     correction,
@@ -394,13 +374,11 @@ def _query_grad_tiles(
     starts,
     k_ptr,
     v_ptr,
-    k_distant_ptr,
     k_t,
     v_t,
-    k_distant_t,
     length,
-    sink_size,
-    recent_size,
+    S,
+    R,
     scale,
     start_0,
     count_0,
@@ -408,43 +386,26 @@ def _query_grad_tiles(
     count_1,
     start_2,
     count_2,
-    KIND: tl.constexpr,
+    MASKED: tl.constexpr,
+    DISTANT: tl.constexpr,
     DIM: tl.constexpr,
     PADDED: tl.constexpr,
     KEY_TILE: tl.constexpr,
-    DISTANT: tl.constexpr,
-    WINDOW_ONLY: tl.constexpr,
 ):
-    """Gradients of a tile of queries over runs of tiles of one kind; without the factor `scale`."""
-    CHECK: tl.constexpr = KIND == BORDER or KIND == DIAGONAL
+    """The gradient of a tile of queries over three runs of tiles of keys; the factor `scale` is still to come."""
     for index in tl.range(0, count_0 + count_1 + count_2):
         first = _tile_of(index, start_0, count_0, start_1, count_1, start_2) * KEY_TILE
-        if KIND == FAR:
-            k = _load(k_distant_ptr, k_distant_t, first, length, KEY_TILE, DIM, PADDED, CHECK)
-            logits = _multiply(q_distant, tl.trans(k))
-        else:
-            k = _load(k_ptr, k_t, first, length, KEY_TILE, DIM, PADDED, CHECK)
-            logits = _multiply(q, tl.trans(k))
-        if CHECK:
-            keys = first + tl.arange(0, KEY_TILE)
-            visible, proximal = _pairs(columns[:, None], keys[None, :], starts[:, None], sink_size, recent_size)
-            if KIND == BORDER and DISTANT:
-                k_distant = _load(k_distant_ptr, k_distant_t, first, length, KEY_TILE, DIM, PADDED, CHECK)
-                logits = tl.where(proximal, logits, _multiply(q_distant, tl.trans(k_distant)))
-            if WINDOW_ONLY:
-                visible = visible & proximal
-            logits = tl.where(visible, logits, -float("inf"))
+        k = _load(k_ptr, k_t, first, length, KEY_TILE, DIM, PADDED, MASKED)
+        v = _load(v_ptr, v_t, first, length, KEY_TILE, DIM, PADDED, MASKED)
+        logits = tl.dot(q, tl.trans(k), input_precision="ieee")
+        grad_weights = tl.dot(grad_out, tl.trans(v), input_precision="ieee")
         weights = tl.exp2(logits * scale - lse[:, None])
-        v = _load(v_ptr, v_t, first, length, KEY_TILE, DIM, PADDED, CHECK)
-        grad = weights * (_multiply(grad_out, tl.trans(v)) - correction[:, None])
-        if KIND == FAR:
-            dq_distant = _multiply_add(grad.to(k.dtype), k, dq_distant)
-        elif KIND == BORDER and DISTANT:
-            dq = _multiply_add(tl.where(proximal, grad, 0.0).to(k.dtype), k, dq)
-            dq_distant = _multiply_add(tl.where(proximal, 0.0, grad).to(k.dtype), k_distant, dq_distant)
-        else:
-            dq = _multiply_add(grad.to(k.dtype), k, dq)
-    return dq, dq_distant
+        if MASKED:
+            keys = first + tl.arange(0, KEY_TILE)
+            weights = tl.where(_wanted(columns[:, None], keys[None, :], starts[:, None], S, R, DISTANT), weights, 0.0)
+        grad_logits = weights * (grad_weights - correction[:, None])
+        dq = tl.dot(grad_logits.to(k.dtype), k, dq, input_precision="ieee")
+    return dq
 
 
 @triton.jit
@@ -493,163 +454,137 @@ def _query_grad_kernel(
     groups,
     length,
     section,
-    sink_size,
-    recent_size,
+    S,
+    R,
     scale,
     DIM: tl.constexpr,
     PADDED: tl.constexpr,
     QUERY_TILE: tl.constexpr,
     KEY_TILE: tl.constexpr,
     DISTANT: tl.constexpr,
-    WINDOW_ONLY: tl.constexpr,
     SPANS: tl.constexpr,
 ):
     """dq and dq_distant of a tile of queries; also leaves rowsum(grad_out * out) to the kernel of the keys."""
     tiles = tl.cdiv(length, QUERY_TILE)
     tile, flat_head = _program(tiles, batch * heads, section)
-    first = (tiles - 1 - tile) * QUERY_TILE
+    begin = (tiles - 1 - tile) * QUERY_TILE
     row, head = flat_head // heads, flat_head % heads
     b, h, h_kv = row.to(tl.int64), head.to(tl.int64), (head // groups).to(tl.int64)
     k_ptr += b * k_b + h_kv * k_h
     v_ptr += b * v_b + h_kv * v_h
-    columns, starts, real, first_real, last_real, low, high = _query_tile(
-        spans_ptr, row, first, length, QUERY_TILE, SPANS
-    )
-    b0, b1, b2, b3, b4, b5, b6, b7 = key_segments(
-        first_real, last_real, low, high, sink_size, recent_size, KEY_TILE, WINDOW_ONLY
-    )
+    columns, starts, real, first, last, low, high = _tokens(spans_ptr, row, begin, length, QUERY_TILE, SPANS)
 
-    out = _load(out_ptr + b * out_b + h * out_h, out_t, first, length, QUERY_TILE, DIM, PADDED, True)
+    out = _load(out_ptr + b * out_b + h * out_h, out_t, begin, length, QUERY_TILE, DIM, PADDED, True)
     base = grad_out_ptr + b * grad_out_b + h * grad_out_h
-    grad_out = _load(base, grad_out_t, first, length, QUERY_TILE, DIM, PADDED, True)
+    grad_out = _load(base, grad_out_t, begin, length, QUERY_TILE, DIM, PADDED, True)
     correction = tl.sum(out.to(tl.float32) * grad_out.to(tl.float32), 1)
     offsets = flat_head.to(tl.int64) * length + columns
     tl.store(correction_ptr + offsets, correction, mask=columns < length)
-    # All weights of a row of padding are exp2(logit - inf) = 0.
-    lse = tl.load(lse_ptr + offsets, mask=columns < length, other=0.0) * LOG2_E
-    lse = tl.where(real, lse, float("inf"))
+    # A row of padding: every weight is exp2(logit - inf) = 0.
+    lse = tl.load(lse_ptr + offsets, mask=columns < length, other=0.0)
+    lse = tl.where(real, lse * LOG2_E, float("inf"))
     log2_scale = scale * LOG2_E
 
-    dq_distant = tl.zeros([QUERY_TILE, PADDED], tl.float32)
     if DISTANT:
         k_distant_ptr += b * k_distant_b + h_kv * k_distant_h
         base = q_distant_ptr + b * q_distant_b + h * q_distant_h
-        q_distant = _load(base, q_distant_t, first, length, QUERY_TILE, DIM, PADDED, True)
-        _, dq_distant = _query_grad_tiles(
-            dq_distant, dq_distant, q_distant, q_distant, grad_out, lse, correction, columns, starts,
-            k_ptr, v_ptr, k_distant_ptr, k_t, v_t, k_distant_t, length, sink_size, recent_size, log2_scale,
-            b3, b4 - b3, 0, 0, 0, 0, FAR, DIM, PADDED, KEY_TILE, DISTANT, WINDOW_ONLY,
+        q_distant = _load(base, q_distant_t, begin, length, QUERY_TILE, DIM, PADDED, True)
+        s0, n0, s1, n1, s2, n2, plain, count = distant_keys(
+            columns, starts, real, first, last, low, high, S, R, length, KEY_TILE, SPANS
+        )
+        dq_distant = tl.zeros([QUERY_TILE, PADDED], tl.float32)
+        dq_distant = _query_grad(
+            dq_distant, q_distant, grad_out, lse, correction, columns, starts,
+            k_distant_ptr, v_ptr, k_distant_t, v_t, length, S, R, log2_scale,
+            s0, n0, s1, n1, s2, n2, True, True, DIM, PADDED, KEY_TILE,
         )  # fmt: skip
-    q = _load(q_ptr + b * q_b + h * q_h, q_t, first, length, QUERY_TILE, DIM, PADDED, True)
-    if not DISTANT:
-        q_distant = q
-    dq = tl.zeros([QUERY_TILE, PADDED], tl.float32)
-    dq, dq_distant = _query_grad_tiles(
-        dq, dq_distant, q, q_distant, grad_out, lse, correction, columns, starts,
-        k_ptr, v_ptr, k_distant_ptr, k_t, v_t, k_distant_t, length, sink_size, recent_size, log2_scale,
-        b0, b1 - b0, b2, b3 - b2, b4, b5 - b4, BORDER, DIM, PADDED, KEY_TILE, DISTANT, WINDOW_ONLY,
-    )  # fmt: skip
-    if DISTANT:
+        dq_distant = _query_grad(
+            dq_distant, q_distant, grad_out, lse, correction, columns, starts,
+            k_distant_ptr, v_ptr, k_distant_t, v_t, length, S, R, log2_scale,
+            plain, count, 0, 0, 0, 0, False, True, DIM, PADDED, KEY_TILE,
+        )  # fmt: skip
         base = dq_distant_ptr + b * dq_distant_b + h * dq_distant_h
-        _store(base, dq_distant_t, first, length, dq_distant * scale, QUERY_TILE, DIM, PADDED)
-    dq, _ = _query_grad_tiles(
-        dq, dq, q, q, grad_out, lse, correction, columns, starts,
-        k_ptr, v_ptr, k_distant_ptr, k_t, v_t, k_distant_t, length, sink_size, recent_size, log2_scale,
-        b1, b2 - b1, b5, b6 - b5, 0, 0, NEAR, DIM, PADDED, KEY_TILE, DISTANT, WINDOW_ONLY,
+        _store(base, dq_distant_t, begin, length, dq_distant * scale, QUERY_TILE, DIM, PADDED)
+    q = _load(q_ptr + b * q_b + h * q_h, q_t, begin, length, QUERY_TILE, DIM, PADDED, True)
+    s0, n0, s1, n1, s2, n2, plain, count = proximal_keys(
+        columns, starts, real, first, last, low, high, S, R, KEY_TILE, SPANS
+    )
+    dq = tl.zeros([QUERY_TILE, PADDED], tl.float32)
+    dq = _query_grad(
+        dq, q, grad_out, lse, correction, columns, starts, k_ptr, v_ptr, k_t, v_t, length, S, R, log2_scale,
+        plain, count, 0, 0, 0, 0, False, False, DIM, PADDED, KEY_TILE,
     )  # fmt: skip
-    dq, _ = _query_grad_tiles(
-        dq, dq, q, q, grad_out, lse, correction, columns, starts,
-        k_ptr, v_ptr, k_distant_ptr, k_t, v_t, k_distant_t, length, sink_size, recent_size, log2_scale,
-        b6, b7 - b6, 0, 0, 0, 0, DIAGONAL, DIM, PADDED, KEY_TILE, DISTANT, WINDOW_ONLY,
+    dq = _query_grad(
+        dq, q, grad_out, lse, correction, columns, starts, k_ptr, v_ptr, k_t, v_t, length, S, R, log2_scale,
+        s0, n0, s1, n1, s2, n2, True, False, DIM, PADDED, KEY_TILE,
     )  # fmt: skip
-    _store(dq_ptr + b * dq_b + h * dq_h, dq_t, first, length, dq * scale, QUERY_TILE, DIM, PADDED)
+    _store(dq_ptr + b * dq_b + h * dq_h, dq_t, begin, length, dq * scale, QUERY_TILE, DIM, PADDED)
 
 
 @triton.jit
-def _key_grad_tiles(
+def _key_grad(
     dk,
     dv,
-    dk_distant,
     k,
     v,
-    k_distant,
     keys,
     spans_ptr,
     q_ptr,
-    q_distant_ptr,
     grad_out_ptr,
     lse_ptr,
     correction_ptr,
     q_h,
     q_t,
-    q_distant_h,
-    q_distant_t,
     grad_out_h,
     grad_out_t,
     groups,
     length,
-    sink_size,
-    recent_size,
+    S,
+    R,
     scale,
     start_0,
     count_0,
     start_1,
     count_1,
-    KIND: tl.constexpr,
+    start_2,
+    count_2,
+    MASKED: tl.constexpr,
+    DISTANT: tl.constexpr,
     DIM: tl.constexpr,
     PADDED: tl.constexpr,
     QUERY_TILE: tl.constexpr,
-    DISTANT: tl.constexpr,
-    WINDOW_ONLY: tl.constexpr,
     SPANS: tl.constexpr,
 ):
-    """Gradients of a tile of keys over two runs of tiles of one kind, for every query head of the group."""
-    CHECK: tl.constexpr = KIND == BORDER or KIND == DIAGONAL
-    count = count_0 + count_1
-    # One loop over heads and tiles, so that the loads of the next head are under way before this one's end.
+    """Gradients of a tile of keys and values over three runs of tiles of queries, for every query head of the group."""
+    count = count_0 + count_1 + count_2
+    # One loop over heads and tiles, so that the next head's loads are under way before this one's tiles end.
     for index in tl.range(0, groups * count):
         member = (index // tl.maximum(count, 1)).to(tl.int64)
-        first = _tile_of(index % tl.maximum(count, 1), start_0, count_0, start_1, count_1, 0) * QUERY_TILE
+        first = _tile_of(index % tl.maximum(count, 1), start_0, count_0, start_1, count_1, start_2) * QUERY_TILE
+        q = _load(q_ptr + member * q_h, q_t, first, length, QUERY_TILE, DIM, PADDED, MASKED)
+        grad_out = _load(grad_out_ptr + member * grad_out_h, grad_out_t, first, length, QUERY_TILE, DIM, PADDED, MASKED)
         columns = first + tl.arange(0, QUERY_TILE)
-        if KIND == FAR:
-            base = q_distant_ptr + member * q_distant_h
-            q = _load(base, q_distant_t, first, length, QUERY_TILE, DIM, PADDED, CHECK)
-            logits = _multiply(k_distant, tl.trans(q))
-        else:
-            q = _load(q_ptr + member * q_h, q_t, first, length, QUERY_TILE, DIM, PADDED, CHECK)
-            logits = _multiply(k, tl.trans(q))
         offsets = member * length + columns
-        if CHECK:
+        if MASKED:
             lse = tl.load(lse_ptr + offsets, mask=columns < length, other=float("inf"))
             correction = tl.load(correction_ptr + offsets, mask=columns < length, other=0.0)
-            if SPANS:
-                starts = tl.load(spans_ptr + columns, mask=columns < length, other=length)
-                lse = tl.where(starts < length, lse, float("inf"))
-            else:
-                starts = tl.zeros([QUERY_TILE], tl.int32)
-            visible, proximal = _pairs(columns[None, :], keys[:, None], starts[None, :], sink_size, recent_size)
-            if KIND == BORDER and DISTANT:
-                base = q_distant_ptr + member * q_distant_h
-                q_distant = _load(base, q_distant_t, first, length, QUERY_TILE, DIM, PADDED, CHECK)
-                logits = tl.where(proximal, logits, _multiply(k_distant, tl.trans(q_distant)))
-            if WINDOW_ONLY:
-                visible = visible & proximal
-            logits = tl.where(visible, logits, -float("inf"))
         else:
             lse = tl.load(lse_ptr + offsets)
             correction = tl.load(correction_ptr + offsets)
+        logits = tl.dot(k, tl.trans(q), input_precision="ieee")
         weights = tl.exp2(logits * scale - (lse * LOG2_E)[None, :])
-        grad_out = _load(grad_out_ptr + member * grad_out_h, grad_out_t, first, length, QUERY_TILE, DIM, PADDED, CHECK)
-        dv = _multiply_add(weights.to(q.dtype), grad_out, dv)
-        grad = weights * (_multiply(v, tl.trans(grad_out)) - correction[None, :])
-        if KIND == FAR:
-            dk_distant = _multiply_add(grad.to(q.dtype), q, dk_distant)
-        elif KIND == BORDER and DISTANT:
-            dk = _multiply_add(tl.where(proximal, grad, 0.0).to(q.dtype), q, dk)
-            dk_distant = _multiply_add(tl.where(proximal, 0.0, grad).to(q.dtype), q_distant, dk_distant)
-        else:
-            dk = _multiply_add(grad.to(q.dtype), q, dk)
-    return dk, dv, dk_distant
+        if MASKED:
+            if SPANS:
+                starts = tl.load(spans_ptr + columns, mask=columns < length, other=length)
+            else:
+                starts = tl.where(columns < length, 0, length)
+            # This also drops queries of padding, whose weights are not finite.
+            weights = tl.where(_wanted(columns[None, :], keys[:, None], starts[None, :], S, R, DISTANT), weights, 0.0)
+        dv = tl.dot(weights.to(q.dtype), grad_out, dv, input_precision="ieee")
+        grad_weights = tl.dot(v, tl.trans(grad_out), input_precision="ieee")
+        grad_logits = weights * (grad_weights - correction[None, :])
+        dk = tl.dot(grad_logits.to(q.dtype), q, dk, input_precision="ieee")
+    return dk, dv
 
 
 @triton.jit
@@ -698,85 +633,73 @@ def _key_grad_kernel(
     groups,
     length,
     section,
-    sink_size,
-    recent_size,
+    S,
+    R,
     scale,
     DIM: tl.constexpr,
     PADDED: tl.constexpr,
     QUERY_TILE: tl.constexpr,
     KEY_TILE: tl.constexpr,
     DISTANT: tl.constexpr,
-    WINDOW_ONLY: tl.constexpr,
     SPANS: tl.constexpr,
 ):
     """dk, dv and dk_distant of a tile of keys."""
     tile, flat_head = _program(tl.cdiv(length, KEY_TILE), batch * kv_heads, section)
-    first = tile * KEY_TILE  # the first keys are seen by most queries
+    begin = tile * KEY_TILE  # the first keys are seen by most queries
     row, head = flat_head // kv_heads, flat_head % kv_heads
     b, h, h_query = row.to(tl.int64), head.to(tl.int64), (head * groups).to(tl.int64)
     q_ptr += b * q_b + h_query * q_h
     grad_out_ptr += b * grad_out_b + h_query * grad_out_h
     lse_ptr += flat_head.to(tl.int64) * groups * length
     correction_ptr += flat_head.to(tl.int64) * groups * length
-    keys, _, real, first_real, last_real, low, high = _query_tile(spans_ptr, row, first, length, KEY_TILE, SPANS)
-    stop = length
+    keys, starts, real, first, last, low, high = _tokens(spans_ptr, row, begin, length, KEY_TILE, SPANS)
+    stops, stop = keys, length
     if SPANS:
-        stops = spans_ptr + (batch + row).to(tl.int64) * length + keys
-        stop = tl.max(tl.load(stops, mask=keys < length, other=0), 0)
+        stops = tl.load(spans_ptr + (batch + row).to(tl.int64) * length + keys, mask=keys < length, other=0)
+        stop = tl.max(stops, 0)
         spans_ptr += row.to(tl.int64) * length
-    b0, b1, b2, b3, b4, b5 = query_segments(
-        first_real, last_real, low, high, stop, sink_size, recent_size, QUERY_TILE, WINDOW_ONLY
-    )
     log2_scale = scale * LOG2_E
 
-    v = _load(v_ptr + b * v_b + h * v_h, v_t, first, length, KEY_TILE, DIM, PADDED, True)
+    v = _load(v_ptr + b * v_b + h * v_h, v_t, begin, length, KEY_TILE, DIM, PADDED, True)
     dv = tl.zeros([KEY_TILE, PADDED], tl.float32)
-    dk_distant = tl.zeros([KEY_TILE, PADDED], tl.float32)
     if DISTANT:
         q_distant_ptr += b * q_distant_b + h_query * q_distant_h
         base = k_distant_ptr + b * k_distant_b + h * k_distant_h
-        k_distant = _load(base, k_distant_t, first, length, KEY_TILE, DIM, PADDED, True)
-        _, dv, dk_distant = _key_grad_tiles(
-            dk_distant, dv, dk_distant, k_distant, v, k_distant, keys, spans_ptr,
-            q_ptr, q_distant_ptr, grad_out_ptr, lse_ptr, correction_ptr,
-            q_h, q_t, q_distant_h, q_distant_t, grad_out_h, grad_out_t,
-            groups, length, sink_size, recent_size, log2_scale,
-            b3, b4 - b3, 0, 0, FAR, DIM, PADDED, QUERY_TILE, DISTANT, WINDOW_ONLY, SPANS,
+        k_distant = _load(base, k_distant_t, begin, length, KEY_TILE, DIM, PADDED, True)
+        s0, n0, s1, n1, s2, n2, plain, count = distant_queries(
+            keys, starts, stops, real, first, last, low, high, stop, S, R, QUERY_TILE, SPANS
+        )
+        dk_distant = tl.zeros([KEY_TILE, PADDED], tl.float32)
+        dk_distant, dv = _key_grad(
+            dk_distant, dv, k_distant, v, keys, spans_ptr, q_distant_ptr, grad_out_ptr, lse_ptr, correction_ptr,
+            q_distant_h, q_distant_t, grad_out_h, grad_out_t, groups, length, S, R, log2_scale,
+            s0, n0, s1, n1, s2, n2, True, True, DIM, PADDED, QUERY_TILE, SPANS,
         )  # fmt: skip
-    k = _load(k_ptr + b * k_b + h * k_h, k_t, first, length, KEY_TILE, DIM, PADDED, True)
-    if not DISTANT:
-        k_distant = k
-    dk = tl.zeros([KEY_TILE, PADDED], tl.float32)
-    dk, dv, dk_distant = _key_grad_tiles(
-        dk, dv, dk_distant, k, v, k_distant, keys, spans_ptr,
-        q_ptr, q_distant_ptr, grad_out_ptr, lse_ptr, correction_ptr,
-        q_h, q_t, q_distant_h, q_distant_t, grad_out_h, grad_out_t,
-        groups, length, sink_size, recent_size, log2_scale,
-        b2, b3 - b2, b4, b5 - b4, BORDER, DIM, PADDED, QUERY_TILE, DISTANT, WINDOW_ONLY, SPANS,
-    )  # fmt: skip
-    if DISTANT:
+        dk_distant, dv = _key_grad(
+            dk_distant, dv, k_distant, v, keys, spans_ptr, q_distant_ptr, grad_out_ptr, lse_ptr, correction_ptr,
+            q_distant_h, q_distant_t, grad_out_h, grad_out_t, groups, length, S, R, log2_scale,
+            plain, count, 0, 0, 0, 0, False, True, DIM, PADDED, QUERY_TILE, SPANS,
+        )  # fmt: skip
         base = dk_distant_ptr + b * dk_distant_b + h * dk_distant_h
         dk_distant = tl.where(real[:, None], dk_distant * scale, 0.0)
-        _store(base, dk_distant_t, first, length, dk_distant, KEY_TILE, DIM, PADDED)
-    dk, dv, _ = _key_grad_tiles(
-        dk, dv, dk, k, v, k, keys, spans_ptr,
-        q_ptr, q_distant_ptr, grad_out_ptr, lse_ptr, correction_ptr,
-        q_h, q_t, q_distant_h, q_distant_t, grad_out_h, grad_out_t,
-        groups, length, sink_size, recent_size, log2_scale,
-        b1, b2 - b1, 0, 0, NEAR, DIM, PADDED, QUERY_TILE, DISTANT, WINDOW_ONLY, SPANS,
+        _store(base, dk_distant_t, begin, length, dk_distant, KEY_TILE, DIM, PADDED)
+    k = _load(k_ptr + b * k_b + h * k_h, k_t, begin, length, KEY_TILE, DIM, PADDED, True)
+    s0, n0, s1, n1, s2, n2, plain, count = proximal_queries(first, last, low, high, stop, S, R, QUERY_TILE)
+    dk = tl.zeros([KEY_TILE, PADDED], tl.float32)
+    dk, dv = _key_grad(
+        dk, dv, k, v, keys, spans_ptr, q_ptr, grad_out_ptr, lse_ptr, correction_ptr,
+        q_h, q_t, grad_out_h, grad_out_t, groups, length, S, R, log2_scale,
+        plain, count, 0, 0, 0, 0, False, False, DIM, PADDED, QUERY_TILE, SPANS,
     )  # fmt: skip
-    dk, dv, _ = _key_grad_tiles(
-        dk, dv, dk, k, v, k, keys, spans_ptr,
-        q_ptr, q_distant_ptr, grad_out_ptr, lse_ptr, correction_ptr,
-        q_h, q_t, q_distant_h, q_distant_t, grad_out_h, grad_out_t,
-        groups, length, sink_size, recent_size, log2_scale,
-        b0, b1 - b0, 0, 0, DIAGONAL, DIM, PADDED, QUERY_TILE, DISTANT, WINDOW_ONLY, SPANS,
+    dk, dv = _key_grad(
+        dk, dv, k, v, keys, spans_ptr, q_ptr, grad_out_ptr, lse_ptr, correction_ptr,
+        q_h, q_t, grad_out_h, grad_out_t, groups, length, S, R, log2_scale,
+        s0, n0, s1, n1, s2, n2, True, False, DIM, PADDED, QUERY_TILE, SPANS,
     )  # fmt: skip
-    # Padded keys met the queries of their tile in the unmasked loops.
-    _store(dk_ptr + b * dk_b + h * dk_h, dk_t, first, length, tl.where(real[:, None], dk * scale, 0.0),
-           KEY_TILE, DIM, PADDED)  # fmt: skip
-    _store(dv_ptr + b * dv_b + h * dv_h, dv_t, first, length, tl.where(real[:, None], dv, 0.0),
-           KEY_TILE, DIM, PADDED)  # fmt: skip
+    # In the unmasked loops padded keys met the queries of their tile.
+    dk, dv = tl.where(real[:, None], dk * scale, 0.0), tl.where(real[:, None], dv, 0.0)
+    _store(dk_ptr + b * dk_b + h * dk_h, dk_t, begin, length, dk, KEY_TILE, DIM, PADDED)
+    _store(dv_ptr + b * dv_b + h * dv_h, dv_t, begin, length, dv, KEY_TILE, DIM, PADDED)
 
 
 # Launches
@@ -837,8 +760,7 @@ class _Problem:
         self.is_empty = q.numel() == 0
         # Within the window and the sinks every pair is proximal. Without distant pairs, all count as recent.
         self.distant = q_distant is not None and self.length > sink_size + recent_size
-        self.window_only = window_only and self.length > sink_size + recent_size
-        if not (self.distant or self.window_only):
+        if not (self.distant or window_only):
             sink_size, recent_size = 0, self.length
         if not self.distant:
             q_distant, k_distant = q, k
@@ -875,7 +797,6 @@ class _Problem:
                 QUERY_TILE=launch.query_tile,
                 KEY_TILE=launch.key_tile,
                 DISTANT=self.distant,
-                WINDOW_ONLY=self.window_only,
                 SPANS=self.spans is not None,
                 **constants,
                 num_warps=launch.warps,
