@@ -52,9 +52,7 @@ def _clamp(value, low, high):
 
 
 @triton.jit
-def distant_keys(
-    columns, starts, real, first, last, low, high, S, R, length, KEY_TILE: tl.constexpr, SPANS: tl.constexpr
-):
+def distant_keys(columns, starts, real, first, last, low, high, S, R, KEY_TILE: tl.constexpr, SPANS: tl.constexpr):
     """Tiles of keys with distant pairs for a tile of queries; `columns`, `starts`, `real` hold its queries."""
     last_low = last
     other_begin, other_end = 0, 0
@@ -324,7 +322,7 @@ def _forward_kernel(
         base = q_distant_ptr + b * q_distant_b + h * q_distant_h
         q_distant = _load(base, q_distant_t, begin, length, QUERY_TILE, DIM, PADDED, True)
         s0, n0, s1, n1, s2, n2, plain, count = distant_keys(
-            columns, starts, real, first, last, low, high, S, R, length, KEY_TILE, SPANS
+            columns, starts, real, first, last, low, high, S, R, KEY_TILE, SPANS
         )
         out, peak, total = _attend(
             out, peak, total, q_distant, columns, starts, k_distant_ptr, v_ptr, k_distant_t, v_t, length, S, R, scale,
@@ -490,7 +488,7 @@ def _query_grad_kernel(
         base = q_distant_ptr + b * q_distant_b + h * q_distant_h
         q_distant = _load(base, q_distant_t, begin, length, QUERY_TILE, DIM, PADDED, True)
         s0, n0, s1, n1, s2, n2, plain, count = distant_keys(
-            columns, starts, real, first, last, low, high, S, R, length, KEY_TILE, SPANS
+            columns, starts, real, first, last, low, high, S, R, KEY_TILE, SPANS
         )
         dq_distant = tl.zeros([QUERY_TILE, PADDED], tl.float32)
         dq_distant = _query_grad(
@@ -705,6 +703,9 @@ def _key_grad_kernel(
 # Launches
 
 
+KERNELS = {"forward": _forward_kernel, "query_grad": _query_grad_kernel, "key_grad": _key_grad_kernel}
+
+
 class Launch(NamedTuple):
     query_tile: int
     key_tile: int
@@ -715,7 +716,7 @@ class Launch(NamedTuple):
 # By (kernel, head dimension rounded up to 64, 128 or 256, bytes of a number). Shared memory is what limits: the entries
 # were compiled for compute capability 9.0, where a block has 227 KB, and are the largest tiles that neither pass it
 # nor spill registers to speak of. None was timed: no GPU was at hand.
-HOPPER = {
+LAUNCHES = {
     ("forward", 64, 2): Launch(128, 64, 8, 3),
     ("forward", 128, 2): Launch(128, 64, 8, 3),
     ("forward", 256, 2): Launch(64, 32, 8, 2),
@@ -730,7 +731,7 @@ HOPPER = {
 
 def launch_of(kernel: str, padded: int, itemsize: int, device: torch.device) -> Launch:
     """Tiles, warps and stages of a kernel ("forward", "query_grad" or "key_grad") on a device."""
-    return HOPPER[kernel, max(padded, 64), itemsize]
+    return LAUNCHES[kernel, max(padded, 64), itemsize]
 
 
 # Heads whose keys and values fit here are computed together, so that the L2 cache serves their queries.
@@ -745,10 +746,14 @@ def _unit_stride(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
+def _empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
 def _empty_like(tensor: Tensor) -> Tensor:
     """Uninitialised, in the tensor's own layout where that has a head dimension of stride 1."""
     empty = torch.empty_like(tensor)
-    return empty if empty.stride(-1) == 1 else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return empty if empty.stride(-1) == 1 else _empty(tensor.shape, tensor.dtype, tensor.device)
 
 
 class _Problem:
@@ -769,7 +774,7 @@ class _Problem:
         self.sizes = (sink_size, recent_size, scale)
         self.device, self.itemsize = q.device, q.itemsize
 
-    def run(self, kernel, name: str, pointers: tuple, strides: tuple[int, ...], **constants: bool) -> None:
+    def run(self, name: str, pointers: tuple, strides: tuple[int, ...], **constants: bool) -> None:
         padded = max(16, triton.next_power_of_2(self.dim))
         launch = launch_of(name, padded, self.itemsize, self.device)
         groups = self.heads // self.kv_heads
@@ -781,7 +786,7 @@ class _Problem:
         section = min(max(SECTION_BYTES // head_bytes, 1) * unit, self.batch * heads)
         spans = self.spans if self.spans is not None else self.inputs[0]
         with torch.device(self.device):
-            kernel[(triton.cdiv(self.length, own_tile) * self.batch * heads,)](
+            KERNELS[name][(triton.cdiv(self.length, own_tile) * self.batch * heads,)](
                 *self.inputs,
                 spans,
                 *pointers,
@@ -828,13 +833,13 @@ def _forward(
         gate.fill_(1.0)
     if not problem.is_empty:
         strides = _strides(*problem.inputs, out)
-        problem.run(_forward_kernel, "forward", (out, lse, gate), strides, GATE=want_gate and problem.distant)
+        problem.run("forward", (out, lse, gate), strides, GATE=want_gate and problem.distant)
     return out, lse, gate
 
 
 def _empty_results(q: Tensor, want_gate: bool) -> tuple[Tensor, Tensor, Tensor]:
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    gate = torch.empty(q.shape[:3] if want_gate else (0,), dtype=torch.float32, device=q.device)
+    lse = _empty(q.shape[:3], torch.float32, q.device)
+    gate = _empty(q.shape[:3] if want_gate else (0,), torch.float32, q.device)
     return _empty_like(q), lse, gate
 
 
@@ -867,13 +872,13 @@ def _backward(
         dq_distant, dk_distant = dq, dk  # pointers that are not used
     if not problem.is_empty:
         grad_out = _unit_stride(grad_out)
-        correction = torch.empty_like(lse)
+        correction = _empty(lse.shape, lse.dtype, lse.device)
         pointers = (out, grad_out, lse, correction, dq, dq_distant)
         strides = _strides(*problem.inputs, out, grad_out, dq, dq_distant)
-        problem.run(_query_grad_kernel, "query_grad", pointers, strides)
+        problem.run("query_grad", pointers, strides)
         pointers = (grad_out, lse, correction, dk, dv, dk_distant)
         strides = _strides(*problem.inputs, grad_out, dk, dv, dk_distant)
-        problem.run(_key_grad_kernel, "key_grad", pointers, strides)
+        problem.run("key_grad", pointers, strides)
     return grads
 
 
@@ -951,9 +956,9 @@ def unavailable(q: Tensor) -> str | None:
         return f"it needs a CUDA device, and q is on {q.device} (TRITON_INTERPRET=1, set early, interprets it on a CPU)"
     if torch.version.hip is not None:
         return "it was written for NVIDIA GPUs, and this torch is built for AMD's"
-    capability = torch.cuda.get_device_capability(q.device)
-    if capability < (8, 0):
-        return f"it needs compute capability 8.0, and {q.device} has {capability[0]}.{capability[1]}"
+    gpu = torch.cuda.get_device_properties(q.device)
+    if gpu.major < 8:
+        return f"it needs compute capability 8.0, and {gpu.name} has {gpu.major}.{gpu.minor}"
     return None
 
 
