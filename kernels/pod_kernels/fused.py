@@ -35,6 +35,8 @@ from pod_kernels import reference
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # as it was when the kernels below were made
 
+# Numbers whose values are no reason to compile again.
+ANY = ["batch", "heads", "kv_heads", "groups", "length", "section", "S", "R", "scale"]
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 NEVER = tl.constexpr(2**30)
@@ -183,16 +185,16 @@ def _tokens(spans, row, first, length, TILE: tl.constexpr, SPANS: tl.constexpr):
 
 @triton.jit
 def _load(
-    base, stride, first, length, ROWS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, CHECK: tl.constexpr
+    base, stride, first, wanted, ROWS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, CHECK: tl.constexpr
 ):
-    """[ROWS, PADDED] from row `first` on; zero beyond DIM, and beyond `length` where that is to be checked."""
+    """[ROWS, PADDED] from row `first` on; zero beyond DIM, and in rows not `wanted` where that is to be checked."""
     rows, dims = tl.arange(0, ROWS), tl.arange(0, PADDED)
     # 64 bits: a token's offset in a sequence of a million passes 2 ** 31.
     pointers = base + first.to(tl.int64) * stride + rows[:, None] * stride + dims[None, :]
     if CHECK and DIM != PADDED:
-        return tl.load(pointers, mask=(first + rows < length)[:, None] & (dims < DIM)[None, :], other=0.0)
+        return tl.load(pointers, mask=wanted[:, None] & (dims < DIM)[None, :], other=0.0)
     elif CHECK:
-        return tl.load(pointers, mask=(first + rows < length)[:, None], other=0.0)
+        return tl.load(pointers, mask=wanted[:, None], other=0.0)
     elif DIM != PADDED:
         return tl.load(pointers, mask=(dims < DIM)[None, :], other=0.0)
     else:
@@ -241,10 +243,10 @@ def _attend(
     """The online softmax of a tile of queries over three runs of tiles of keys."""
     for index in tl.range(0, count_0 + count_1 + count_2):
         first = _tile_of(index, start_0, count_0, start_1, count_1, start_2) * KEY_TILE
-        k = _load(k_ptr, k_t, first, length, KEY_TILE, DIM, PADDED, MASKED)
+        keys = first + tl.arange(0, KEY_TILE)
+        k = _load(k_ptr, k_t, first, keys < length, KEY_TILE, DIM, PADDED, MASKED)
         logits = tl.dot(q, tl.trans(k), input_precision="ieee")
         if MASKED:
-            keys = first + tl.arange(0, KEY_TILE)
             wanted = _wanted(columns[:, None], keys[None, :], starts[:, None], S, R, DISTANT)
             logits = tl.where(wanted, logits, -float("inf"))
         new_peak = tl.maximum(peak, tl.max(logits, 1) * scale)
@@ -253,13 +255,13 @@ def _attend(
         weights = tl.exp2(logits * scale - base[:, None])
         fade = tl.exp2(peak - base)
         total = total * fade + tl.sum(weights, 1)
-        v = _load(v_ptr, v_t, first, length, KEY_TILE, DIM, PADDED, MASKED)
+        v = _load(v_ptr, v_t, first, keys < length, KEY_TILE, DIM, PADDED, MASKED)
         out = tl.dot(weights.to(v.dtype), v, out * fade[:, None], input_precision="ieee")
         peak = new_peak
     return out, peak, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ANY)
 def _forward_kernel(
     q_ptr,
     k_ptr,
@@ -320,7 +322,7 @@ def _forward_kernel(
     if DISTANT:
         k_distant_ptr += b * k_distant_b + h_kv * k_distant_h
         base = q_distant_ptr + b * q_distant_b + h * q_distant_h
-        q_distant = _load(base, q_distant_t, begin, length, QUERY_TILE, DIM, PADDED, True)
+        q_distant = _load(base, q_distant_t, begin, real, QUERY_TILE, DIM, PADDED, True)
         s0, n0, s1, n1, s2, n2, plain, count = distant_keys(
             columns, starts, real, first, last, low, high, S, R, KEY_TILE, SPANS
         )
@@ -333,7 +335,7 @@ def _forward_kernel(
             plain, count, 0, 0, 0, 0, False, True, DIM, PADDED, KEY_TILE,
         )  # fmt: skip
     distant_peak, distant_total = peak, total
-    q = _load(q_ptr + b * q_b + h * q_h, q_t, begin, length, QUERY_TILE, DIM, PADDED, True)
+    q = _load(q_ptr + b * q_b + h * q_h, q_t, begin, real, QUERY_TILE, DIM, PADDED, True)
     s0, n0, s1, n1, s2, n2, plain, count = proximal_keys(
         columns, starts, real, first, last, low, high, S, R, KEY_TILE, SPANS
     )
@@ -355,7 +357,7 @@ def _forward_kernel(
     tl.store(lse_ptr + offsets, lse, mask=columns < length)
     if GATE:
         gate = 1.0 - distant_total * tl.exp2(distant_peak - tl.where(real, peak, 0.0)) / total
-        tl.store(gate_ptr + offsets, tl.where(real, gate, 1.0), mask=columns < length)
+        tl.store(gate_ptr + offsets, tl.where(real, tl.maximum(gate, 0.0), 1.0), mask=columns < length)
 
 
 # Backward
@@ -393,20 +395,20 @@ def _query_grad(
     """The gradient of a tile of queries over three runs of tiles of keys; the factor `scale` is still to come."""
     for index in tl.range(0, count_0 + count_1 + count_2):
         first = _tile_of(index, start_0, count_0, start_1, count_1, start_2) * KEY_TILE
-        k = _load(k_ptr, k_t, first, length, KEY_TILE, DIM, PADDED, MASKED)
-        v = _load(v_ptr, v_t, first, length, KEY_TILE, DIM, PADDED, MASKED)
+        keys = first + tl.arange(0, KEY_TILE)
+        k = _load(k_ptr, k_t, first, keys < length, KEY_TILE, DIM, PADDED, MASKED)
+        v = _load(v_ptr, v_t, first, keys < length, KEY_TILE, DIM, PADDED, MASKED)
         logits = tl.dot(q, tl.trans(k), input_precision="ieee")
         grad_weights = tl.dot(grad_out, tl.trans(v), input_precision="ieee")
         weights = tl.exp2(logits * scale - lse[:, None])
         if MASKED:
-            keys = first + tl.arange(0, KEY_TILE)
             weights = tl.where(_wanted(columns[:, None], keys[None, :], starts[:, None], S, R, DISTANT), weights, 0.0)
         grad_logits = weights * (grad_weights - correction[:, None])
         dq = tl.dot(grad_logits.to(k.dtype), k, dq, input_precision="ieee")
     return dq
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ANY)
 def _query_grad_kernel(
     q_ptr,
     k_ptr,
@@ -472,9 +474,9 @@ def _query_grad_kernel(
     v_ptr += b * v_b + h_kv * v_h
     columns, starts, real, first, last, low, high = _tokens(spans_ptr, row, begin, length, QUERY_TILE, SPANS)
 
-    out = _load(out_ptr + b * out_b + h * out_h, out_t, begin, length, QUERY_TILE, DIM, PADDED, True)
+    out = _load(out_ptr + b * out_b + h * out_h, out_t, begin, real, QUERY_TILE, DIM, PADDED, True)
     base = grad_out_ptr + b * grad_out_b + h * grad_out_h
-    grad_out = _load(base, grad_out_t, begin, length, QUERY_TILE, DIM, PADDED, True)
+    grad_out = _load(base, grad_out_t, begin, real, QUERY_TILE, DIM, PADDED, True)
     correction = tl.sum(out.to(tl.float32) * grad_out.to(tl.float32), 1)
     offsets = flat_head.to(tl.int64) * length + columns
     tl.store(correction_ptr + offsets, correction, mask=columns < length)
@@ -486,7 +488,7 @@ def _query_grad_kernel(
     if DISTANT:
         k_distant_ptr += b * k_distant_b + h_kv * k_distant_h
         base = q_distant_ptr + b * q_distant_b + h * q_distant_h
-        q_distant = _load(base, q_distant_t, begin, length, QUERY_TILE, DIM, PADDED, True)
+        q_distant = _load(base, q_distant_t, begin, real, QUERY_TILE, DIM, PADDED, True)
         s0, n0, s1, n1, s2, n2, plain, count = distant_keys(
             columns, starts, real, first, last, low, high, S, R, KEY_TILE, SPANS
         )
@@ -503,7 +505,7 @@ def _query_grad_kernel(
         )  # fmt: skip
         base = dq_distant_ptr + b * dq_distant_b + h * dq_distant_h
         _store(base, dq_distant_t, begin, length, dq_distant * scale, QUERY_TILE, DIM, PADDED)
-    q = _load(q_ptr + b * q_b + h * q_h, q_t, begin, length, QUERY_TILE, DIM, PADDED, True)
+    q = _load(q_ptr + b * q_b + h * q_h, q_t, begin, real, QUERY_TILE, DIM, PADDED, True)
     s0, n0, s1, n1, s2, n2, plain, count = proximal_keys(
         columns, starts, real, first, last, low, high, S, R, KEY_TILE, SPANS
     )
@@ -559,24 +561,25 @@ def _key_grad(
     for index in tl.range(0, groups * count):
         member = (index // tl.maximum(count, 1)).to(tl.int64)
         first = _tile_of(index % tl.maximum(count, 1), start_0, count_0, start_1, count_1, start_2) * QUERY_TILE
-        q = _load(q_ptr + member * q_h, q_t, first, length, QUERY_TILE, DIM, PADDED, MASKED)
-        grad_out = _load(grad_out_ptr + member * grad_out_h, grad_out_t, first, length, QUERY_TILE, DIM, PADDED, MASKED)
         columns = first + tl.arange(0, QUERY_TILE)
         offsets = member * length + columns
+        starts = columns * 0
+        real = columns < length
         if MASKED:
-            lse = tl.load(lse_ptr + offsets, mask=columns < length, other=float("inf"))
-            correction = tl.load(correction_ptr + offsets, mask=columns < length, other=0.0)
+            if SPANS:
+                starts = tl.load(spans_ptr + columns, mask=real, other=length)
+                real = starts < length
+            # A row of padding: every weight is exp2(logit - inf) = 0.
+            lse = tl.load(lse_ptr + offsets, mask=real, other=float("inf"))
+            correction = tl.load(correction_ptr + offsets, mask=real, other=0.0)
         else:
             lse = tl.load(lse_ptr + offsets)
             correction = tl.load(correction_ptr + offsets)
+        q = _load(q_ptr + member * q_h, q_t, first, real, QUERY_TILE, DIM, PADDED, MASKED)
+        grad_out = _load(grad_out_ptr + member * grad_out_h, grad_out_t, first, real, QUERY_TILE, DIM, PADDED, MASKED)
         logits = tl.dot(k, tl.trans(q), input_precision="ieee")
         weights = tl.exp2(logits * scale - (lse * LOG2_E)[None, :])
         if MASKED:
-            if SPANS:
-                starts = tl.load(spans_ptr + columns, mask=columns < length, other=length)
-            else:
-                starts = tl.where(columns < length, 0, length)
-            # This also drops queries of padding, whose weights are not finite.
             weights = tl.where(_wanted(columns[None, :], keys[:, None], starts[None, :], S, R, DISTANT), weights, 0.0)
         dv = tl.dot(weights.to(q.dtype), grad_out, dv, input_precision="ieee")
         grad_weights = tl.dot(v, tl.trans(grad_out), input_precision="ieee")
@@ -585,7 +588,7 @@ def _key_grad(
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ANY)
 def _key_grad_kernel(
     q_ptr,
     k_ptr,
@@ -658,12 +661,12 @@ def _key_grad_kernel(
         spans_ptr += row.to(tl.int64) * length
     log2_scale = scale * LOG2_E
 
-    v = _load(v_ptr + b * v_b + h * v_h, v_t, begin, length, KEY_TILE, DIM, PADDED, True)
+    v = _load(v_ptr + b * v_b + h * v_h, v_t, begin, real, KEY_TILE, DIM, PADDED, True)
     dv = tl.zeros([KEY_TILE, PADDED], tl.float32)
     if DISTANT:
         q_distant_ptr += b * q_distant_b + h_query * q_distant_h
         base = k_distant_ptr + b * k_distant_b + h * k_distant_h
-        k_distant = _load(base, k_distant_t, begin, length, KEY_TILE, DIM, PADDED, True)
+        k_distant = _load(base, k_distant_t, begin, real, KEY_TILE, DIM, PADDED, True)
         s0, n0, s1, n1, s2, n2, plain, count = distant_queries(
             keys, starts, stops, real, first, last, low, high, stop, S, R, QUERY_TILE, SPANS
         )
@@ -681,7 +684,7 @@ def _key_grad_kernel(
         base = dk_distant_ptr + b * dk_distant_b + h * dk_distant_h
         dk_distant = tl.where(real[:, None], dk_distant * scale, 0.0)
         _store(base, dk_distant_t, begin, length, dk_distant, KEY_TILE, DIM, PADDED)
-    k = _load(k_ptr + b * k_b + h * k_h, k_t, begin, length, KEY_TILE, DIM, PADDED, True)
+    k = _load(k_ptr + b * k_b + h * k_h, k_t, begin, real, KEY_TILE, DIM, PADDED, True)
     s0, n0, s1, n1, s2, n2, plain, count = proximal_queries(first, last, low, high, stop, S, R, QUERY_TILE)
     dk = tl.zeros([KEY_TILE, PADDED], tl.float32)
     dk, dv = _key_grad(
@@ -771,7 +774,7 @@ class _Problem:
             q_distant, k_distant = q, k
         self.inputs = tuple(_unit_stride(tensor) for tensor in (q, k, v, q_distant, k_distant))
         self.spans = spans
-        self.sizes = (sink_size, recent_size, scale)
+        self.sizes = (min(sink_size, self.length), min(recent_size, self.length), scale)
         self.device, self.itemsize = q.device, q.itemsize
 
     def run(self, name: str, pointers: tuple, strides: tuple[int, ...], **constants: bool) -> None:
@@ -785,7 +788,7 @@ class _Problem:
         head_bytes = 3 * self.length * self.dim * self.itemsize
         section = min(max(SECTION_BYTES // head_bytes, 1) * unit, self.batch * heads)
         spans = self.spans if self.spans is not None else self.inputs[0]
-        with torch.device(self.device):
+        with torch.cuda.device_of(self.inputs[0]):
             KERNELS[name][(triton.cdiv(self.length, own_tile) * self.batch * heads,)](
                 *self.inputs,
                 spans,
