@@ -383,7 +383,7 @@ from triton.compiler import ASTSource
 from pod_kernels import fused
 
 for name, kernel in fused.KERNELS.items():
-    launch = fused.LAUNCHES[name, 128, 2]
+    launch = fused.HOPPER[name, 128]
     constants = {"DIM": 128, "PADDED": 128, "QUERY_TILE": launch.query_tile, "KEY_TILE": launch.key_tile}
     constants |= {"DISTANT": True, "SPANS": True, "GATE": True}
     constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
@@ -404,7 +404,7 @@ for name, kernel in fused.KERNELS.items():
 
 @slow
 def test_kernels_compile_for_hopper_and_fit() -> None:
-    """No GPU is needed to compile. Shared memory stays below what a block of compute capability 8.0 or 9.0 has."""
+    """No GPU is needed to compile. A block of compute capability 9.0 has 227 KB of shared memory."""
     folder = os.path.dirname(os.path.dirname(os.path.abspath(fused.__file__)))
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
@@ -414,7 +414,7 @@ def test_kernels_compile_for_hopper_and_fit() -> None:
     lines = [line.split() for line in done.stdout.splitlines()]
     assert [line[0] for line in lines] == list(fused.KERNELS)
     for name, shared, products in lines:
-        assert int(shared) <= 163 * 1024, name
+        assert int(shared) <= 227 * 1024, name
         assert int(products) > 0, f"{name} does not use Hopper's matrix instructions"
 
 
