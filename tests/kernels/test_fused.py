@@ -514,15 +514,13 @@ class TestOnGpu:
         )
 
     @pytest.mark.parametrize("sizes", [(0, 1), (3, 64), (128, 512)], ids=lambda s: f"sinks{s[0]}-recent{s[1]}")
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-    @pytest.mark.parametrize("heads", [(4, 1), (4, 4)], ids=lambda h: f"H{h[0]}-Hkv{h[1]}")
+    @pytest.mark.parametrize(("heads", "dtype"), [((4, 1), torch.bfloat16), ((4, 4), torch.float16)], ids=str)
     def test_half_of_other_sizes(self, heads, dtype, sizes, poisoned) -> None:
         leaves = make_leaves(4096, heads, dim=128, dtype=dtype, device="cuda")
         assert_half(leaves, sink_size=sizes[0], recent_size=sizes[1])
 
     @pytest.mark.parametrize("spans", ["none", "lengths", "documents"])
-    @pytest.mark.parametrize("dim", [64, 96, 128, 256])
-    def test_float32(self, dim: int, spans: str, poisoned, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_float32(self, spans: str, poisoned, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
         length = 1500
         ids = torch.full((3, length), -1)
@@ -532,13 +530,13 @@ class TestOnGpu:
             "lengths": {"lengths": torch.tensor([length, 0, 901], device="cuda")},
             "documents": {"document_ids": ids.cuda()},
         }[spans]
-        leaves = make_leaves(length, (4, 2), dim=dim, batch=3, device="cuda")
+        leaves = make_leaves(length, (4, 2), dim=64, batch=3, device="cuda")
         assert_reference(leaves, sink_size=16, recent_size=200, **options)
 
     @pytest.mark.parametrize("window_only", [True, False], ids=["window", "causal"])
     def test_without_a_distant_source(self, window_only: bool, poisoned, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-        leaves = make_leaves(1500, (4, 2), dim=128, device="cuda")[:3]
+        leaves = make_leaves(1500, (4, 2), dim=64, device="cuda")[:3]
         assert_reference(leaves, sink_size=16, recent_size=200, window_only=window_only)
 
     @pytest.mark.parametrize("length", [1, 17, 65, 100, 127, 128, 129])
