@@ -44,8 +44,9 @@ NEVER = tl.constexpr(2**30)
 
 # Which tiles are visited: three runs of masked tiles and one of plain ones, each as (first tile, number of tiles).
 # S is sink_size and R is recent_size. `first` and `last` are the columns of a tile's first and last real token (last is
-# -1 where there is none), `low` and `high` the columns where the sequences of these two begin. A tile is mixed where
-# the two differ: several documents meet, and all is masked.
+# -1 where there is none), `low` and `high` the columns where the sequences of these two begin. Where the two differ,
+# several documents meet in the tile, and all is masked; if it is more than twice as long as the tiles of the other
+# side, one between two documents' pairs may be empty.
 
 
 @triton.jit
@@ -769,7 +770,8 @@ def launch_of(kernel: str, padded: int, itemsize: int, device: torch.device) -> 
     return table[kernel, max(padded, 64)]
 
 
-# Heads whose keys and values fit here are computed together, so that the L2 cache serves their queries.
+# Programs that stream the same keys and values (or queries and gradients) run together, and as many such groups at once
+# as have theirs in the L2 cache.
 SECTION_BYTES = 24 * 2**20
 
 
@@ -814,11 +816,11 @@ class _Problem:
         launch = launch_of(name, padded, self.itemsize, self.device)
         groups = self.heads // self.kv_heads
         # The kernel of the keys runs once per KV head, the others once per query head.
-        own_tile, heads, unit = launch.query_tile, self.heads, groups
+        own_tile, heads, together, streamed = launch.query_tile, self.heads, groups, 1
         if name == "key_grad":
-            own_tile, heads, unit = launch.key_tile, self.kv_heads, 1
-        head_bytes = 3 * self.length * self.dim * self.itemsize
-        section = min(max(SECTION_BYTES // head_bytes, 1) * unit, self.batch * heads)
+            own_tile, heads, together, streamed = launch.key_tile, self.kv_heads, 1, groups
+        streamed_bytes = 3 * streamed * self.length * self.dim * self.itemsize
+        section = min(max(SECTION_BYTES // streamed_bytes, 1) * together, self.batch * heads)
         spans = self.spans if self.spans is not None else self.inputs[0]
         with torch.cuda.device_of(self.inputs[0]):
             KERNELS[name][(triton.cdiv(self.length, own_tile) * self.batch * heads,)](
@@ -906,7 +908,7 @@ def _backward(
         dk_distant.zero_()
         dq_distant, dk_distant = dq, dk  # pointers that are not used
     if not problem.is_empty:
-        grad_out = _unit_stride(grad_out)
+        grad_out, out, lse = _unit_stride(grad_out), _unit_stride(out), lse.contiguous()
         correction = _empty(lse.shape, lse.dtype, lse.device)
         pointers = (out, grad_out, lse, correction, dq, dq_distant)
         strides = _strides(*problem.inputs, out, grad_out, dq, dq_distant)

@@ -37,6 +37,8 @@ def tiles(monkeypatch: pytest.MonkeyPatch):
         launch = fused.Launch(query_tile, key_tile, 4, 1)
         monkeypatch.setattr(fused, "launch_of", lambda *_: launch)
 
+    # Two heads of 50 float32 tokens of dimension 16 at once, so that three are no multiple.
+    monkeypatch.setattr(fused, "SECTION_BYTES", 2 * 3 * 50 * 16 * 4)
     use(32, 32)
     return use
 
