@@ -3,20 +3,38 @@
 import difflib
 import os
 
+import torch
 from torch import Tensor
 
-from pod_kernels import composed, reference
+from pod_kernels import composed, reference, winners
 
-BACKENDS = {"reference": reference.shared_score_attention, "composed": composed.shared_score_attention}
+
+def _fused(*args, **options) -> Tensor | tuple[Tensor, ...]:
+    try:
+        from pod_kernels import fused  # only here, since this imports triton
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        raise ValueError("backend 'fused' needs triton: pip install triton, or choose 'composed'") from error
+    return fused.shared_score_attention(*args, **options)
+
+
+BACKENDS = {
+    "reference": reference.shared_score_attention,
+    "composed": composed.shared_score_attention,
+    "fused": _fused,
+}
 BACKEND_VARIABLE = "POD_ATTENTION_BACKEND"
 
 
-def resolve_backend(backend: str) -> str:
+def resolve_backend(backend: str, shapes: winners.ShapeClass | None = None) -> str:
     """The name of the backend that will run.
 
     Args:
         backend: "auto" or a key of `BACKENDS`. "auto" is what the environment variable POD_ATTENTION_BACKEND names, if
             it is set.
+        shapes: for "auto" without the variable: the backend that was measured to be the fastest for these, if any
+            was, else "composed".
 
     Raises:
         ValueError: no such backend; names the closest one and lists all.
@@ -25,7 +43,7 @@ def resolve_backend(backend: str) -> str:
     if backend == "auto":
         source, backend = BACKEND_VARIABLE, os.environ.get(BACKEND_VARIABLE) or "auto"
     if backend == "auto":
-        return "composed"
+        return winners.measured(shapes) or "composed"
     if backend not in BACKENDS:
         names = ["auto", *BACKENDS]
         closest = difflib.get_close_matches(str(backend), names, n=1, cutoff=0.5)
@@ -73,8 +91,9 @@ def shared_score_attention(
             first token.
         window_only: distant pairs do not count at all: window attention with sinks, without q_distant and k_distant.
         return_lse, return_gate: also return these, in this order.
-        backend: "auto", "reference" (eager, [T, T] in memory) or "composed" (torch's flash attention, linear memory).
-            "auto" is the environment variable POD_ATTENTION_BACKEND if set, else composed.
+        backend: "auto", "reference" (eager, [T, T] in memory), "composed" (torch's flash attention, linear memory) or
+            "fused" (one Triton kernel, linear memory; NVIDIA GPUs). "auto" is the environment variable
+            POD_ATTENTION_BACKEND if set, else the backend that `winners` has for the GPU and the shapes, else composed.
 
     Returns:
         out [B, H, T, D] in q's dtype, zero at padding. lse [B, H, T] float32: log of the sum of exp of the logits, -inf
@@ -82,9 +101,12 @@ def shared_score_attention(
         gate carries a gradient.
 
     Raises:
-        ValueError: shapes, dtypes, sizes or lengths do not fit, or no such backend; says which.
+        ValueError: shapes, dtypes, sizes or lengths do not fit, no such backend, or it cannot run here; says which.
     """
-    run = BACKENDS[resolve_backend(backend)]
+    training = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (q, k, v, q_distant, k_distant)
+    )
+    run = BACKENDS[resolve_backend(backend, winners.shape_class(q, training))]
     return run(
         q,
         k,

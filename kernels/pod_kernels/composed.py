@@ -17,14 +17,21 @@ correction of the whole softmax, so the sum over pieces is exact and no gradient
 
 Three kernels run a piece: torch's flash attention on CPU, torch's flash attention on CUDA (half precision), and chunks
 of eager matmuls (all else: float32 on CUDA, other devices, values of another head dimension).
+
+On CUDA torch's own flash attention is FlashAttention 2, as the flash-attn package is. Faster ones take its place in
+torch: with `torch.nn.attention.activate_flash_attention_impl`, or with the environment variable
+POD_FLASH_IMPLEMENTATION, "FA3" or "FA4", for whoever has these installed. Nothing activates them unasked, since they
+then run all of the process's attention and refuse some of it (dropout). cuDNN's has no window in torch.
 """
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.attention
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -36,6 +43,7 @@ Kernel = Literal["flash_cpu", "flash_cuda", "eager"]
 LARGEST_SPEED_CHUNK = 256
 # Logits that the eager kernel holds at once.
 EAGER_LOGITS = 2**23
+FLASH_VARIABLE = "POD_FLASH_IMPLEMENTATION"
 
 
 @dataclass(frozen=True)
@@ -131,8 +139,28 @@ def choose_kernel(q: Tensor, v: Tensor) -> Kernel:
         and dim <= 256
         and torch.cuda.get_device_capability(q.device) >= (8, 0)
     ):
+        activate_named_flash()
         return "flash_cuda"
     return "eager"
+
+
+@cache
+def activate_named_flash() -> None:
+    """Once, let torch's flash attention run the implementation that POD_FLASH_IMPLEMENTATION names, if it is set.
+
+    Raises:
+        ValueError: torch knows no such implementation, or it is not installed; says which.
+    """
+    name = os.environ.get(FLASH_VARIABLE)
+    if not name:
+        return
+    valid = torch.nn.attention.list_flash_attention_impls()
+    if name not in valid:
+        raise ValueError(f"{FLASH_VARIABLE} {name!r} does not exist: this torch knows {', '.join(map(repr, valid))}")
+    try:
+        torch.nn.attention.activate_flash_attention_impl(name)
+    except ImportError as error:
+        raise ValueError(f"{FLASH_VARIABLE} {name!r} is not installed ({error}): install it or unset it") from error
 
 
 def head_splits(kernel: Kernel, heads: int, kv_heads: int) -> list[tuple[slice, slice]]:
@@ -594,6 +622,8 @@ def shared_score_attention(
         ValueError: shapes, dtypes, sizes or lengths do not fit; says which.
     """
     reference.check_inputs(q, k, v, q_distant, k_distant, sink_size, recent_size, lengths, document_ids, window_only)
+    if return_gate and q_distant is None and not window_only:
+        q_distant, k_distant = q, k  # its own scores, split where shared ones are
     sizes = Sizes(sink_size, recent_size, q.shape[-1] ** -0.5 if scale is None else scale, window_only)
     groups = None if lengths is None else _rows_by_length(lengths, q.shape[2])
     if q.shape[0] == 0 or q.shape[2] == 0:

@@ -345,6 +345,19 @@ def test_lse_and_gate_carry_no_gradient(backend: str) -> None:
     assert torch.equal(shared_score_attention(*leaves, **options), out)
 
 
+@pytest.mark.parametrize("window_only", [False, True])
+def test_gate_without_a_distant_source(window_only: bool) -> None:
+    """The share of proximal keys is a matter of positions; only window attention has nothing else."""
+    leaves = make_leaves(40, 2)[:3]
+    options = {"sink_size": 1, "recent_size": 6, "window_only": window_only, "return_gate": True}
+    out, gate = composed.shared_score_attention(*leaves, **options)
+    expected_out, expected = reference.shared_score_attention(*leaves, **options)
+    assert relative(gate, expected) < 1e-6 and (gate[:, :, 10:].min() < 0.9) == (not window_only)
+    grads = torch.autograd.grad(out.square().sum(), leaves)
+    expected_grads = torch.autograd.grad(expected_out.square().sum(), leaves)
+    assert all(relative(a, b) <= 1e-5 for a, b in zip(grads, expected_grads, strict=True))
+
+
 def test_autocast_leaves_float32_alone() -> None:
     leaves = make_leaves(40, 2)
     options = {"sink_size": 1, "recent_size": 6}
@@ -410,6 +423,27 @@ def test_values_of_another_dimension() -> None:
     options = {"sink_size": 4, "recent_size": 10}
     truth = run(reference.shared_score_attention, leaves, "scores", **options)
     assert_close(run(composed.shared_score_attention, leaves, "scores", **options), truth)
+
+
+def test_named_flash_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
+    activated = []
+
+    def activate(name: str) -> None:
+        if name == "FA4":
+            raise ModuleNotFoundError("No module named 'flash_attn'")
+        activated.append(name)
+
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activate)
+    for name, message in (("FA9", "'FA9' does not exist: this torch knows .*'FA3'"), ("FA4", "'FA4' is not installed")):
+        composed.activate_named_flash.cache_clear()
+        monkeypatch.setenv(composed.FLASH_VARIABLE, name)
+        with pytest.raises(ValueError, match=f"POD_FLASH_IMPLEMENTATION {message}"):
+            composed.activate_named_flash()
+    monkeypatch.setenv(composed.FLASH_VARIABLE, "FA3")
+    composed.activate_named_flash()
+    composed.activate_named_flash()
+    assert activated == ["FA3"]
+    composed.activate_named_flash.cache_clear()
 
 
 @pytest.mark.parametrize("shape", ["window", "causal", "full"])
