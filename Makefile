@@ -4,7 +4,7 @@
 #   make tiny-base  train the demo's base model anew, an hour on one core: checkpoints/tiny-base
 #   make test       everything but the slow tests
 #   make test-all   the same, and then the slow tests
-#   make lint       ruff: rules and format
+#   make lint       ruff: rules and format; the API reference, build/api/index.html
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -68,3 +68,4 @@ test-all:
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
+	$(BIN)/python docs/reference.py

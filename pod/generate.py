@@ -76,6 +76,9 @@ def generate(
         f"included)\ncache {cache.nbytes():,} bytes for {capacity} tokens, dense {dense:,} bytes: "
         f"{1 - cache.nbytes() / dense:.1%} saved"
     )
+    proximal = config.sink_size + config.recent_size + cache.crop_slack
+    if capacity <= proximal and not config.blocks.is_dense:
+        print(f"sharing saves beyond {proximal} tokens: sink_size, recent_size and {cache.crop_slack} for cropping")
     if cache.tau is not None:
         stats = cache.stats
         print(
