@@ -94,9 +94,9 @@ def main(arguments: list[str]) -> int:
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", help="the text to continue")
     source.add_argument("--prompt-file", type=Path, help="a UTF-8 file with the text to continue")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="at most so many (128)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (0)")
+    parser.add_argument("--seed", type=int, default=0, help="for sampling (0)")
     parser.add_argument(
         "--tau", type=float, help="gate from which layers that are no anchors leave distant tokens out, 0 to 1"
     )
