@@ -246,7 +246,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", nargs="+", required=True, metavar="PATH", help="files and directories to read")
     parser.add_argument("--out", required=True, metavar="DIR", help="the directory to write")
-    parser.add_argument("--tokenizer", required=True, metavar="bytes|PATH", help="bytes, or a tokenizer's directory or hub id")
+    parser.add_argument("--tokenizer", required=True, metavar="bytes|PATH", help="bytes, a directory or a hub id")
     parser.add_argument("--sequence-length", type=int, required=True, metavar="N", help="tokens of a sample")
     layout = parser.add_mutually_exclusive_group()
     layout.add_argument("--pack", action="store_true", help="fill samples with documents one after the other (default)")
