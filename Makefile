@@ -4,7 +4,7 @@
 #   make tiny-base  train the demo's base model anew, an hour on one core: checkpoints/tiny-base
 #   make test       everything but the slow tests
 #   make test-all   the same, and then the slow tests
-#   make lint       ruff: rules and format
+#   make lint       ruff: rules and format; the API reference, build/api/index.html
 #   make gpu        on a machine with a GPU: its tests, then every speed suite: runs/speed/speed.md
 
 PYTHON ?= python3
@@ -69,6 +69,7 @@ test-all:
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
+	$(BIN)/python docs/reference.py
 
 # A machine with a GPU keeps the torch it has, so nothing is installed: GPU_PYTHON is the Python which has it.
 GPU_PYTHON ?= python3

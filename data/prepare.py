@@ -1,9 +1,9 @@
 """Turn text into a prepared directory: tokenised, packed to one sample length, memory-mapped.
 
     python data/prepare.py --source docs/ notes.jsonl.gz --out prepared/mine --tokenizer bytes --sequence-length 1024
-    python data/prepare.py --source dolma/ --out prepared/dolma --tokenizer meta-llama/Meta-Llama-3-8B \
+    python data/prepare.py --source dolma/ --out prepared/dolma --tokenizer meta-llama/Meta-Llama-3-8B \\
         --sequence-length 32768 --length-intervals 4096 16384
-    python data/prepare.py --source prolong-data-512K/ --out prepared/prolong --tokenizer meta-llama/Llama-3.1-8B \
+    python data/prepare.py --source prolong-data-512K/ --out prepared/prolong --tokenizer meta-llama/Llama-3.1-8B \\
         --sequence-length 131072 --length-intervals 16384 65536
 
 Reads text (.txt, .text), Markdown (.md, .markdown) and Python (.py), one document a file; JSON lines (.jsonl,
@@ -246,7 +246,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", nargs="+", required=True, metavar="PATH", help="files and directories to read")
     parser.add_argument("--out", required=True, metavar="DIR", help="the directory to write")
-    parser.add_argument("--tokenizer", required=True, metavar="bytes|PATH", help="bytes, or a tokenizer's directory")
+    parser.add_argument("--tokenizer", required=True, metavar="bytes|PATH", help="bytes, a directory or a hub id")
     parser.add_argument("--sequence-length", type=int, required=True, metavar="N", help="tokens of a sample")
     layout = parser.add_mutually_exclusive_group()
     layout.add_argument("--pack", action="store_true", help="fill samples with documents one after the other (default)")

@@ -1,4 +1,4 @@
-"""The demo: PoD from beginning to end on real text, without a download, in a few minutes on two cores.
+"""The demo: PoD from beginning to end on real text, without a download, in about ten minutes on two cores.
 
     make demo
     python eval/demo.py trainer.max_steps=20        # overrides of recipes/tiny.yaml

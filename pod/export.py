@@ -238,6 +238,8 @@ def export(ckpt: str | Path, out: str | Path, dtype: str | None = None, force: b
     if tokenizer is not None:
         ids = {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id, "pad": tokenizer.pad_token_id}
         model.generation_config = GenerationConfig(**{f"{key}_token_id": value for key, value in ids.items()})
+    else:
+        print(f"warning: no tokenizer is known for {base or ckpt}: {out} has none, save one there", file=sys.stderr)
     aside = out.with_name(f".{out.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)
     try:

@@ -76,6 +76,9 @@ def generate(
         f"included)\ncache {cache.nbytes():,} bytes for {capacity} tokens, dense {dense:,} bytes: "
         f"{1 - cache.nbytes() / dense:.1%} saved"
     )
+    proximal = config.sink_size + config.recent_size + cache.crop_slack
+    if capacity <= proximal and not config.blocks.is_dense:
+        print(f"sharing saves beyond {proximal} tokens: sink_size, recent_size and {cache.crop_slack} for cropping")
     if cache.tau is not None:
         stats = cache.stats
         print(
@@ -91,9 +94,9 @@ def main(arguments: list[str]) -> int:
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", help="the text to continue")
     source.add_argument("--prompt-file", type=Path, help="a UTF-8 file with the text to continue")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="at most so many (128)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (0)")
+    parser.add_argument("--seed", type=int, default=0, help="for sampling (0)")
     parser.add_argument(
         "--tau", type=float, help="gate from which layers that are no anchors leave distant tokens out, 0 to 1"
     )

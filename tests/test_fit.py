@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -268,6 +269,16 @@ def test_a_failed_export_leaves_nothing(trained, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ValueError, match="does not exist"):
         export(tmp_path / "nowhere", tmp_path / "out")
+
+
+def test_an_export_without_a_tokenizer_says_so(trained, tmp_path, capsys):
+    export(trained, tmp_path / "whole")
+    assert "warning" not in capsys.readouterr().err
+    alone = tmp_path / "alone.ckpt"  # away from the run's recipe, which names the tokenizer
+    shutil.copy(last_checkpoint(trained / "steps"), alone)
+    out = export(alone, tmp_path / "out")
+    assert "warning: no tokenizer is known" in capsys.readouterr().err
+    assert not (out / "tokenizer_config.json").exists()
 
 
 def test_public_names_are_loaded_when_used():
