@@ -23,6 +23,7 @@ import pytest
 import torch
 from test_sequence_parallel import on_ranks
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import pod
@@ -411,6 +412,33 @@ def test_mean_of_the_ranks_losses_is_the_batchs(inputs):
         assert sorted(torch.cat([part[1] for _, part in results]).tolist()) == sorted(answers.tolist())
         ours, theirs = torch.cat([part[0] for _, part in results]), logits.detach()
         assert all(torch.isclose(row, theirs, atol=1e-5).all(dim=1).any() for row in ours)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_rebuilt_model_takes_each_weight_once(inputs, dtype):
+    """Of a sharded checkpoint, whose weights are put together when they are asked for."""
+    module = PodModule(base=str(inputs / "kv1"), sink_size=2, recent_size=5)
+    module.configure_model()
+    made, most = [], []
+
+    class Lazy:
+        def __init__(self, weight):
+            self.weight = weight
+
+        def contiguous(self):
+            weight = self.weight.detach().clone()
+            made.append(StorageWeakRef(weight.untyped_storage()))
+            most.append(sum(not one.expired() for one in made))
+            return weight
+
+    weights = {name: Lazy(weight) for name, weight in module.state_dict().items() if name.startswith("model.")}
+    model = rebuild({"state_dict": dict(weights), "hyper_parameters": dict(module.hparams)}, dtype)
+    assert len(made) == len(weights)
+    if dtype is None:  # nothing is copied: the model holds what was made
+        held = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+        assert not any(one.expired() for one in made) and len(held) == len(made)
+    else:
+        assert max(most) <= 2, "in another type, beside the model only the last weight and the one before"
 
 
 def test_heads_are_checked_before_anything_is_loaded(inputs):
