@@ -68,8 +68,7 @@ def group(recipe: Recipe, similarity: Tensor) -> LayerBlocks:
     """The blocks that the recipe asks for: by threshold when it names one, else by saving."""
     if recipe.blocks.threshold is not None:
         return LayerBlocks.from_similarity(similarity, recipe.blocks.threshold)
-    # Where values are shared too, the same blocks save twice as much.
-    return LayerBlocks.for_saving(similarity, recipe.blocks.kv_saving / (2 if recipe.model.share == "kv" else 1))
+    return LayerBlocks.for_saving(similarity, recipe.blocks.kv_saving)
 
 
 def savings_table(similarity: Tensor) -> str:

@@ -124,6 +124,7 @@ class PodCache(Cache):
         self._num_anchors = is_anchor.sum(dim=1).tolist()
         if self._shares_kv:
             self._orders = [order[:count] for order, count in zip(self._orders, self._num_anchors, strict=True)]
+            self._runs = [_runs(layer) for layer in anchors.tolist()]
         followed = [{(int(anchors[i, g]), g) for g in range(self._num_kv_heads)} for i in range(self._num_layers)]
         later = [set().union(*followed[i + 1 :]) for i in range(self._num_layers)]
         self._score_heads = [
@@ -611,7 +612,7 @@ class PodCache(Cache):
     def _attend_anchors(self, layer: int, q: Tensor, scale: float) -> Tensor:
         """Attention of q [B, H, T, D] to the keys and values of the layer's anchors, which are stored (`share: kv`)."""
         step, parts = self._step, []
-        for anchor, head, heads in self._runs(layer):
+        for anchor, head, heads in self._runs[layer]:
             segments = self._segments[anchor]
             if heads < segments.num_anchors:
                 segments = segments.part(self._orders[anchor].index(head), heads)
@@ -628,13 +629,6 @@ class PodCache(Cache):
                 )
             )
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-
-    def _runs(self, layer: int) -> Iterator[tuple[int, int, int]]:
-        """(anchor, first KV head, heads) of each run of KV heads with one anchor layer, where they lie side by side."""
-        heads = range(self._num_kv_heads)
-        for anchor, run in groupby(heads, key=self.blocks.anchors[layer].tolist().__getitem__):
-            first, *others = run
-            yield anchor, first, 1 + len(others)
 
     def _anchor_keys(self, layer: int, head: int) -> tuple[Segments, int]:
         anchor = int(self.blocks.anchors[layer, head])
@@ -694,6 +688,15 @@ class _CacheBoundary(torch.autograd.Function):
             "gradients do not flow through tokens that a cache holds: pass the whole sequence at once with "
             "use_cache=False, or decode under torch.no_grad()"
         )
+
+
+def _runs(anchors: list[int]) -> list[tuple[int, int, int]]:
+    """(anchor, first KV head, heads) of each run of heads with one anchor layer, which stores them side by side."""
+    runs, first = [], 0
+    for anchor, run in groupby(anchors):
+        runs.append((anchor, first, len(list(run))))
+        first += runs[-1][2]
+    return runs
 
 
 def _shape_of(config: PreTrainedConfig) -> str:

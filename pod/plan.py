@@ -189,13 +189,10 @@ class Sharing:
         return cls.of_anchors([[layer - layer % size] * shape.kv_heads for layer in range(shape.layers)], share)
 
     @classmethod
-    def at_most(cls, shape: Shape, kv_saving: float, share: str = "scores") -> "Sharing":
+    def at_most(cls, shape: Shape, kv_saving: float) -> "Sharing":
         """The most that blocks of this saving may take: every anchor goes on, every layer but the first shares."""
-        shared = math.ceil((1 if share == "kv" else 2) * kv_saving * shape.layers * shape.kv_heads)
-        pairs = min(shared, shape.layers * shape.kv_heads - shared)
-        if share == "kv":
-            return cls(pairs, values=True)
-        return cls(pairs, shape.layers - 1 if shared else 0)
+        shared = math.ceil(2 * kv_saving * shape.layers * shape.kv_heads)
+        return cls(min(shared, shape.layers * shape.kv_heads - shared), shape.layers - 1 if shared else 0)
 
 
 @dataclass(frozen=True)
@@ -611,9 +608,9 @@ def make_plan(
     elif recipe.blocks.size is not None:
         sharing = Sharing.uniform(shape, recipe.blocks.size, share)
     elif recipe.blocks.threshold is not None:
-        sharing = Sharing.at_most(shape, 0.5 if share == "kv" else 0.25, share)  # where the most pairs go on
+        sharing = Sharing.at_most(shape, 0.25)  # where the most pairs go on
     else:
-        sharing = Sharing.at_most(shape, recipe.blocks.kv_saving, share)
+        sharing = Sharing.at_most(shape, recipe.blocks.kv_saving)
     if share == "keys":
         raise RecipeError("model.share=keys: the plan counts model.share=scores, which is at least as much")
     zero = strategy == "deepspeed"

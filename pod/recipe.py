@@ -63,9 +63,9 @@ class Model:
     """Last tokens, the current one included, that each layer attends to with its own scores (the paper's n_r)."""
     share: str = "scores"
     """What a block's layers take from their anchor for distant tokens: `scores` (q_a . k_a, the paper's Eq. 3) or
-    `keys` (q_l . k_a: the same memory, scores computed again). `kv`: cross-layer attention; its keys and values at all
-    positions, whatever `model.sink_size` and `model.recent_size` are. `window`: there are no distant tokens; every
-    layer attends to sinks and recent ones alone, without blocks."""
+    `keys` (q_l . k_a: the same memory, scores computed again). `kv`: its keys and values, for near tokens too, whatever
+    `model.sink_size` and `model.recent_size` are (cross-layer attention); with `blocks.size` or `blocks.file`.
+    `window`: there are no distant tokens; every layer attends to sinks and recent ones alone, without blocks."""
     gradient_checkpointing: bool = False
     """Compute the activations of each layer again in the backward pass instead of keeping them."""
     offload_checkpoints: bool = False
@@ -87,7 +87,7 @@ class Blocks:
     over `blocks.kv_saving`. Cross-layer attention (`model.share=kv`) takes 2. null: the blocks are found."""
     kv_saving: float = 0.35
     """Share of the dense KV cache's bytes that is not stored, as length grows; the blocks are the most alike ones that
-    save this. 0: the model stays dense. Only keys are shared (unless `model.share` is kv), so 0.5 is the limit."""
+    save this. 0: the model stays dense. Only keys are shared, so 0.5 is the limit."""
     threshold: float | None = None
     """The similarity from which layers share (the paper's delta), instead of a wanted saving: wins over
     `blocks.kv_saving` when given."""
@@ -680,6 +680,11 @@ def _check_together(recipe: Recipe) -> None:
         raise RecipeError(
             "model.share=window has no distant tokens to share: set blocks.kv_saving=0, blocks.file=null, "
             "blocks.size=null and blocks.threshold=null"
+        )
+    if shares and model.share == "kv" and blocks.size is None and blocks.file is None:
+        raise RecipeError(
+            "model.share=kv shares values too, of which the similarity of scores says nothing: set blocks.size=2 "
+            "(neighbouring pairs) or blocks.file"
         )
     if shares and model.share != "kv" and model.sink_size + model.recent_size >= recipe.data.sequence_length:
         raise RecipeError(

@@ -240,6 +240,9 @@ def test_the_recipe():
     for wrong in ("blocks.file=x.json", "blocks.threshold=0.5"):
         with pytest.raises(RecipeError, match="are both given, wanted one"):
             load_recipe(["recipe=llama3-32k-cla-cpt", wrong])
+    with pytest.raises(RecipeError, match="set blocks.size=2"):
+        load_recipe(["recipe=llama3-32k", "model.share=kv"])
+    assert load_recipe(["recipe=llama3-32k", "model.share=kv", "blocks.file=blocks.json"]).blocks.size is None
     with pytest.raises(RecipeError, match=r"blocks.size must be in \[1, inf\), got 0"):
         load_recipe(["recipe=llama3-32k-cla-cpt", "blocks.size=0"])
     # No token need be distant: near ones are shared too.
