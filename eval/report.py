@@ -73,7 +73,9 @@ def read_run(folder: Path) -> dict[str, Any]:
     shares = anchors is not None and any(anchor < row for row, heads in enumerate(anchors) for anchor in heads)
     eviction = settings.get("eviction")
     method = methods.parse(eviction) if eviction else None
-    parts = [*(["PoD"] if shares else []), *([type(method).__name__] if method else [])]
+    share = config.get("share")
+    own = "window attention" if share == "window" else {"kv": "CLA"}.get(share, "PoD") if shares else None
+    parts = [*([own] if own else []), *([type(method).__name__] if method else [])]
     return {
         "source": str(folder),
         "method": f"{' + '.join(parts) or 'dense'} ({folder.name})" if config or eviction else folder.name,
@@ -81,7 +83,7 @@ def read_run(folder: Path) -> dict[str, Any]:
         "scores": [averages[name] for name in SCORES],
         "kv_saving": 100 * cache["saving"] if cache else None,
         "degradation": None,
-        "stage": _stage(method, shares),
+        "stage": _stage(method, own is not None),
         "is_dense": bool(config) and not parts,
     }
 
@@ -99,9 +101,12 @@ def _window(config: dict, method: Any, shares: bool) -> str:
     if method is not None:
         return _short(method.budget)
     limit = config.get("max_position_embeddings")
-    if not shares:
+    share = config.get("share")
+    if share != "window" and (not shares or share == "kv"):
         return "" if limit is None else _short(limit)
     sinks, recent = config["sink_size"], config["recent_size"]
+    if share == "window":
+        return f"{sinks}+{recent}" if sinks else _short(recent)
     rest = "" if limit is None else f"+{_short(max(0, limit - sinks - recent))}"
     return f"{sinks}+{recent}{rest}"
 

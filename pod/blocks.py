@@ -133,6 +133,21 @@ class LayerBlocks:
             raise ValueError(f"num_layers and num_kv_heads must be at least 1, got {num_layers} and {num_kv_heads}")
         return cls(torch.arange(num_layers, device="cpu")[:, None].expand(num_layers, num_kv_heads))
 
+    @classmethod
+    def uniform(cls, num_layers: int, num_kv_heads: int, size: int) -> LayerBlocks:
+        """Blocks of `size` layers each, from the lowest layer up, the same for every KV head: nothing is measured.
+
+        With `share="kv"` and size 2 this is cross-layer attention as published (arXiv 2405.12981). Where `size` does
+        not divide the layers, the last block is shorter.
+
+        Raises:
+            ValueError: a number below 1.
+        """
+        if size < 1:
+            raise ValueError(f"a block has at least 1 layer, got size {size}")
+        layers = cls.dense(num_layers, num_kv_heads).anchors
+        return cls(layers - layers % size, {"size": size})
+
     # What the blocks say
 
     @property
@@ -170,7 +185,7 @@ class LayerBlocks:
         """The share of the dense KV cache's bytes that is not stored as length grows, in [0, 0.5).
 
         shared / (2 * L * H_kv), where shared counts the layers and KV heads that are no anchor: their keys are dropped,
-        all values stay.
+        all values stay. Where values are dropped too (`share="kv"`) it is twice that: `config.kv_saving`.
         """
         return (self.anchors.numel() - self.num_blocks) / (2 * self.anchors.numel())
 

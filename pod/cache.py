@@ -5,6 +5,9 @@ and a ring of the last `recent_size + crop_slack` tokens. With N tokens stored t
 
     B * D * itemsize * sum over layers and KV heads of [ N + (N if anchor else min(N, sinks + recent + crop_slack)) ]
 
+Under `share: kv` the anchor heads keep their values too, the others nothing at all: 2 * B * D * itemsize * N bytes for
+each anchor head. A layer reads the segments of its anchors.
+
 Rows are packed: slot p of a row holds its p-th real token, so left padding is not stored, and sinks and recency count
 from each row's first real token. Blocks of one layer make this an ordinary cache of a dense model.
 """
@@ -12,6 +15,7 @@ from each row's first real token. Blocks of one layer make this an ordinary cach
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -66,7 +70,7 @@ class PodCache(Cache):
 
     Raises:
         ValueError: `config` is not a PoD config; a size is out of range; the budget is below what is always kept; tau
-            with eviction.
+            with eviction; tau or eviction with `share: kv`.
     """
 
     def __init__(
@@ -95,6 +99,13 @@ class PodCache(Cache):
                 f"tau={self.tau} cannot be combined with eviction: a method chooses what is read. Leave one of them out"
                 + (" (the model's config sets tau: config.tau = None takes it away)" if tau is None else "")
             )
+        self._shares_kv = config.share == "kv"
+        if self._shares_kv and (self.tau is not None or eviction is not None):
+            unwanted = "tau" if eviction is None else "eviction"
+            raise ValueError(
+                f"{unwanted} cannot be combined with share='kv': PoD's blocks share scores, by which it decides, and "
+                f"cross-layer attention shares none. Make the cache without {unwanted}"
+            )
         self.stats = SkipStats()
         self.config = config
         self.max_length = max_length
@@ -111,6 +122,9 @@ class PodCache(Cache):
             tuple(torch.argsort((~is_anchor[layer]).to(torch.int8), stable=True).tolist()) for layer in layers[:, 0]
         ]
         self._num_anchors = is_anchor.sum(dim=1).tolist()
+        if self._shares_kv:
+            self._orders = [order[:count] for order, count in zip(self._orders, self._num_anchors, strict=True)]
+            self._runs = [_runs(layer) for layer in anchors.tolist()]
         followed = [{(int(anchors[i, g]), g) for g in range(self._num_kv_heads)} for i in range(self._num_layers)]
         later = [set().union(*followed[i + 1 :]) for i in range(self._num_layers)]
         self._score_heads = [
@@ -211,6 +225,8 @@ class PodCache(Cache):
         if self.config.share == "window":
             length = self.config.sink_size + self.config.recent_size - 1
         anchors = sum(self._num_anchors)
+        if self._shares_kv:
+            return batch * self.config.head_dim * itemsize * 2 * anchors * length
         return batch * self.config.head_dim * itemsize * (total * length + anchors * length + (total - anchors) * near)
 
     def storages(self) -> list[Tensor]:
@@ -222,7 +238,7 @@ class PodCache(Cache):
         return [part.data for segments in self._segments for part in self._parts(segments)]
 
     def positions(self, layer: int) -> Tensor:
-        """Positions whose values are kept.
+        """Positions whose values are kept, in the layer or, under `share: kv`, in its anchors.
 
         Returns:
             [B, H_kv, n] int64, counted from each row's first real token; -1 where a slot is empty.
@@ -266,8 +282,9 @@ class PodCache(Cache):
 
     def takes_anchors(self, count: int) -> bool:
         """Whether `attend` needs the running anchors' queries and keys in a forward of `count` tokens."""
-        # One query with a cache reads the scores that its anchors left here, and a store keeps its own.
-        return self.store is None and (count > 1 or self._columns == 0)
+        # One query with a cache reads the scores that its anchors left here, and a store keeps its own. Keys and values
+        # that are shared are read here by any number of queries.
+        return self.store is None and ((count > 1 and not self._shares_kv) or self._columns == 0)
 
     def strides(self, count: int, mask: Tensor | None, device: torch.device) -> list[tuple[Tensor, Tensor | None]]:
         """Cut a forward of `count` tokens into what can be processed at once.
@@ -378,7 +395,9 @@ class PodCache(Cache):
 
         Args:
             layer: index of the layer.
-            q, k, v: [B, H, T, D] and [B, H_kv, T, D], after RoPE; q and k before it when the cache `rotates`.
+            q, k, v: [B, H, T, D] and [B, H_kv, T, D], after RoPE; q and k before it when the cache `rotates`. Under
+                `share: kv`, where the cache takes anchors, heads that are no anchors have their anchor's k and v;
+                elsewhere what they have is not looked at, and where no head is an anchor there may be none.
             q_distant, k_distant: the running anchors' [B, H, T, D] and [B, H_kv, T, D]; may be None for a layer of
                 anchors, and where the cache does not take anchors.
             scale: factor on every logit.
@@ -411,6 +430,9 @@ class PodCache(Cache):
                 scale=scale,
                 lengths=real,
             )
+        if self._shares_kv:
+            out = self._attend_anchors(layer, q.detach(), scale)
+            return out if not q.requires_grad else _CacheBoundary.apply(out, q)
         q = q.detach()
         shared = segments.order[segments.num_anchors :]
         uses_scores = is_single and self.config.share == "scores"
@@ -449,6 +471,8 @@ class PodCache(Cache):
         step = self._step
         self._reserve(step.length, k)
         segments = self._segments[layer]
+        if self._shares_kv and segments.num_anchors < k.shape[1]:
+            k, v = k[:, self._orders[layer]], v[:, self._orders[layer]]
         stored_k = segments.stored(k.detach().transpose(0, 1))  # [H_kv, B, T, D]
         own = stored_k[segments.num_anchors :]
         self._write(segments.values, segments.stored(v.detach().transpose(0, 1)), step)
@@ -543,12 +567,12 @@ class PodCache(Cache):
 
     def _allocate(self, layer: int, like: Tensor) -> LayerSegments:
         kwargs = {"dim": like.shape[-1], "lengths": self._lengths, "dtype": like.dtype, "device": like.device}
-        anchors = self._num_anchors[layer]
-        others = self._num_kv_heads - anchors
+        order, anchors = self._orders[layer], self._num_anchors[layer]
+        others = len(order) - anchors
         return LayerSegments(
-            order=self._orders[layer],
+            order=tuple(range(anchors)) if self._shares_kv else order,
             num_anchors=anchors,
-            values=Segments.allocate(heads=self._num_kv_heads, capacity=self._capacity, **kwargs),
+            values=Segments.allocate(heads=len(order), capacity=self._capacity, **kwargs),
             keys=Segments.allocate(heads=anchors, capacity=self._capacity, **kwargs),
             near=Segments.allocate(heads=others, capacity=self._near_capacity(), **kwargs),
             sink_size=self.config.sink_size,
@@ -584,6 +608,27 @@ class PodCache(Cache):
                 self._num_kv_heads, batch, self._groups, 1, self._capacity, dtype=torch.float32, device=q.device
             )
         return self._workspace
+
+    def _attend_anchors(self, layer: int, q: Tensor, scale: float) -> Tensor:
+        """Attention of q [B, H, T, D] to the keys and values of the layer's anchors, which are stored (`share: kv`)."""
+        step, parts = self._step, []
+        for anchor, head, heads in self._runs[layer]:
+            segments = self._segments[anchor]
+            if heads < segments.num_anchors:
+                segments = segments.part(self._orders[anchor].index(head), heads)
+            parts.append(
+                cached_attention(
+                    q[:, head * self._groups : (head + heads) * self._groups],
+                    segments,
+                    positions=step.positions,
+                    lengths=step.before,
+                    length=step.length,
+                    is_even=step.even,
+                    scale=scale,
+                    masks=step.masks,
+                )
+            )
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def _anchor_keys(self, layer: int, head: int) -> tuple[Segments, int]:
         anchor = int(self.blocks.anchors[layer, head])
@@ -643,6 +688,15 @@ class _CacheBoundary(torch.autograd.Function):
             "gradients do not flow through tokens that a cache holds: pass the whole sequence at once with "
             "use_cache=False, or decode under torch.no_grad()"
         )
+
+
+def _runs(anchors: list[int]) -> list[tuple[int, int, int]]:
+    """(anchor, first KV head, heads) of each run of heads with one anchor layer, which stores them side by side."""
+    runs, first = [], 0
+    for anchor, run in groupby(anchors):
+        runs.append((anchor, first, len(list(run))))
+        first += runs[-1][2]
+    return runs
 
 
 def _shape_of(config: PreTrainedConfig) -> str:

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, MistralConfig, Phi3Config, Qwen2Config, Qw
 
 from pod.blocks import LayerBlocks
 
-SHARE_KINDS = ("scores", "keys", "window")
+SHARE_KINDS = ("scores", "keys", "kv", "window")
 
 
 class PodConfigMixin:
@@ -19,8 +19,10 @@ class PodConfigMixin:
         anchors: [L][H_kv] integers, the anchor layer of each layer and KV head; None means blocks of one layer (dense).
         sink_size: first tokens that are always attended with the layer's own scores.
         recent_size: last tokens, the current one included, that are.
-        share: "scores" (distant logits are q_anchor . k_anchor, the paper's Eq. 3) or "keys" (q . k_anchor). "window"
-            has no distant pairs at all: window attention, with sinks unless sink_size is 0, in blocks of one layer.
+        share: "scores" (distant logits are q_anchor . k_anchor, the paper's Eq. 3) or "keys" (q . k_anchor). "kv" is
+            cross-layer attention (arXiv 2405.12981): a block's layers attend with their own queries to the anchor's
+            keys and values at all positions, near and distant, and have none of their own. "window" has no distant
+            pairs at all: window attention, with sinks unless sink_size is 0, in blocks of one layer.
         tau: gate from which a non-anchor layer skips distant values at decode; None never skips.
     """
 
@@ -31,11 +33,20 @@ class PodConfigMixin:
             return LayerBlocks.dense(self.num_hidden_layers, self.num_key_value_heads)
         return LayerBlocks(self.anchors)
 
+    @property
+    def kv_saving(self) -> float:
+        """The share of the dense KV cache's bytes that is not stored as length grows, in [0, 1]."""
+        if self.share == "window":
+            return 1.0
+        return self.blocks.kv_saving * (2 if self.share == "kv" else 1)
+
     def __post_init__(self, **kwargs) -> None:
         super().__post_init__(**kwargs)
         check_sizes(self.sink_size, self.recent_size, self.share)
         if self.tau is not None and not 0 <= self.tau <= 1:
             raise ValueError(f"tau must be between 0 and 1, or None; got {self.tau}")
+        if self.tau is not None and self.share == "kv":
+            raise ValueError("tau leaves an anchor's distant scores out, and share='kv' has none: set tau=None")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads ({self.num_attention_heads}) must be a multiple of num_key_value_heads "

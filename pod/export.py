@@ -60,6 +60,12 @@ Anchor layer of each layer (rows) and KV head (columns); a head whose anchor is 
 ```
 """
 
+SHARING = dict.fromkeys(("scores", "keys"), "Its layers share the attention scores of distant tokens") | {
+    "kv": "Its layers share keys and values (cross-layer attention): projections to keys and values of a layer without "
+    "anchors are in the weights, and unused",
+    "window": "Its layers attend to sinks and recent tokens alone (window attention)",
+}
+
 
 def load_checkpoint(path: Path) -> tuple[dict, Path]:
     """Read a training checkpoint.
@@ -188,11 +194,7 @@ def model_card(
     return CARD.format(
         name=name,
         kind=f"{config.model_type.removeprefix('pod_')} model",
-        sharing=(
-            "Its layers attend to sinks and recent tokens alone (window attention)"
-            if getattr(config, "share", None) == "window"
-            else "Its layers share the attention scores of distant tokens"
-        )
+        sharing=SHARING[config.share]
         + ": install pod-attention and `import pod` before loading it; without that, transformers does not know the "
         "model type."
         if shares
@@ -200,7 +202,7 @@ def model_card(
         imports="import pod  # registers the model type\n" if shares else "",
         base=base or "from scratch",
         step=step,
-        saving=1.0 if getattr(config, "share", None) == "window" else blocks.kv_saving,
+        saving=config.kv_saving if shares else 0.0,
         sink_size=getattr(config, "sink_size", "-"),
         recent_size=getattr(config, "recent_size", "-"),
         share=getattr(config, "share", "-"),

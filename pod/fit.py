@@ -30,7 +30,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from pod.analyze import analyze
 from pod.blocks import LayerBlocks
 from pod.data import PodDataModule
-from pod.module import PodModule
+from pod.module import PodModule, first_config
 from pod.plan import show_plan
 from pod.recipe import Recipe, accumulate, main_recipe, output_folder, save, steps, warmup_steps
 from pod.strategy import COMPLETE, UlyssesDeepSpeedStrategy, world_size_of
@@ -154,12 +154,15 @@ def check_layout(checkpoint: Path | None, recipe: Recipe) -> Path | None:
 
 
 def choose_blocks(recipe: Recipe, out: Path) -> LayerBlocks | None:
-    """The blocks to train with: the recipe's file, those of the run that is continued, or newly analysed ones.
+    """The blocks to train with: the recipe's file or size, those of the run that is continued, or newly analysed ones.
 
     Of several processes the first one analyses, and tells the others when they are connected (`PodModule.setup`).
     """
     if recipe.blocks.file is not None:
         return LayerBlocks.load(recipe.blocks.file)
+    if recipe.blocks.size is not None:
+        config = first_config(recipe.model.base, recipe.model.config)
+        return LayerBlocks.uniform(config.num_hidden_layers, config.num_key_value_heads, recipe.blocks.size)
     if recipe.blocks.kv_saving == 0 and recipe.blocks.threshold is None:
         return None
     if recipe.resume != "never" and (out / "blocks.json").exists():

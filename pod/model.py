@@ -3,9 +3,10 @@
 Legend: B rows, T tokens, H query heads, H_kv KV heads, G = H / H_kv, D head dimension.
 
 The running anchors travel from layer to layer as explicit positional tensors, one pair per KV head: the query group
-[B, G, T, D] and the key [B, T, D]. An anchor head whose block goes on puts its own there, elsewhere a layer hands on
-what it was given, and where no later layer reads a pair it is None. This form is exact under both kinds of gradient
-checkpointing, torch.compile and ZeRO-3. Positional it must be: checkpointing closes over keyword arguments.
+[B, G, T, D] and the key [B, T, D]; under `share: kv` the value [B, T, D] and the key. An anchor head whose block goes
+on puts its own there, elsewhere a layer hands on what it was given, and where no later layer reads a pair it is None.
+This form is exact under both kinds of gradient checkpointing, torch.compile and ZeRO-3. Positional it must be:
+checkpointing closes over keyword arguments.
 
 With a `SequenceShard`, T is the rank's part of the sequence outside attention and the whole sequence inside it, where
 H and H_kv are the rank's own heads; so the anchors travel head-sharded.
@@ -62,11 +63,14 @@ from pod_kernels import shared_score_attention
 
 CHANGING_ROPES = ("dynamic", "longrope")  # kinds of RoPE scaling whose frequencies depend on the longest position
 
-Anchors = tuple[Tensor | None, ...]  # (query group, key) of KV head 0, of KV head 1, ...
+Anchors = tuple[Tensor | None, ...]  # (query group or value, key) of KV head 0, of KV head 1, ...
 
 
 class PodAttention:
     """Self-attention whose distant logits come from the block's anchor layer (PoD, arXiv 2412.02252, Eq. 3 and 4).
+
+    Under `share: kv` it is cross-layer attention (arXiv 2405.12981): plain causal attention to the anchor's keys and
+    values. A layer without anchors then never uses its projections to keys and values (`unused_parameters`).
 
     Mixed into a family's attention, whose projections and norms it uses.
     """
@@ -82,13 +86,27 @@ class PodAttention:
         ends = self.layer_idx + 1 == anchors.shape[0]
         self.anchor_of = tuple(int(anchors[self.layer_idx, g]) for g in heads)
         self.is_anchor = tuple(anchor == self.layer_idx for anchor in self.anchor_of)
+        self.has_keys = self.config.share != "kv" or any(self.is_anchor)
         self.measure_gate = False  # validation switches it on
         self.gate: Tensor | None = None  # mean share of the softmax on proximal tokens, of the last forward
         self.goes_on = tuple(not ends and int(anchors[self.layer_idx + 1, g]) == self.anchor_of[g] for g in heads)
 
-    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, T, hidden] -> queries [B, T, H * D], keys and values [B, T, H_kv * D], before norm and RoPE."""
-        return self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """[B, T, hidden] -> queries [B, T, H * D], keys and values [B, T, H_kv * D], before norm and RoPE.
+
+        Keys and values are None where the layer has none of its own.
+        """
+        q = self.q_proj(hidden_states)
+        return (q, self.k_proj(hidden_states), self.v_proj(hidden_states)) if self.has_keys else (q, None, None)
+
+    def unused_parameters(self) -> Iterator[nn.Parameter]:
+        """What no output depends on: a checkpoint holds it, so that it loads as any of its family, and it never learns.
+
+        Strategies that wait for every gradient (DDP, ZeRO) want it frozen.
+        """
+        for name in ("k_proj", "v_proj", "k_norm") if not self.has_keys else ():
+            if hasattr(self, name):
+                yield from getattr(self, name).parameters()
 
     def forward(
         self,
@@ -115,11 +133,13 @@ class PodAttention:
             [B, T, hidden], and the running anchors for the next layer.
         """
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        q, k, v = (projected.view(shape) for projected in self.project(hidden_states))
-        v = v.transpose(1, 2)
+        q, k, v = self.project(hidden_states)
+        q = q.view(shape)
+        k, v = (q.new_empty(*q.shape[:2], 0, self.head_dim) if x is None else x.view(shape) for x in (k, v))
         if hasattr(self, "q_norm"):
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = q.transpose(1, 2), k.transpose(1, 2)
+            q = self.q_norm(q)
+            k = self.k_norm(k) if self.has_keys else k
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if position_embeddings is not None:
             q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
             # Under autocast the projections are half precision and the rotation of q and k is not.
@@ -131,8 +151,12 @@ class PodAttention:
             q, k, v = sequence.to_heads(q, k, v)
 
         travels = past_key_values is None or past_key_values.takes_anchors(q.shape[2])
-        q_distant, k_distant = self._distant(q, k, anchors, heads) if travels else (None, None)
-        following = self._hand_on(q, k, anchors, heads) if travels else anchors
+        following = self._hand_on(q, k, v, anchors, heads) if travels else anchors
+        q_distant = k_distant = None
+        if travels and self.config.share == "kv":
+            k, v = self._keys_and_values(k, v, anchors, heads)
+        elif travels:
+            q_distant, k_distant = self._distant(q, k, anchors, heads)
         if past_key_values is None:
             if self.measure_gate and q_distant is None and self.config.share != "window":
                 q_distant, k_distant = q, k  # its own scores, split where the others split theirs
@@ -174,8 +198,17 @@ class PodAttention:
         q_distant = q if self.config.share == "keys" else torch.cat(queries, dim=1)
         return q_distant, torch.stack(keys, dim=1)
 
-    def _hand_on(self, q: Tensor, k: Tensor, anchors: Anchors, heads: range) -> Anchors:
-        groups = q.shape[1] // k.shape[1]
+    def _keys_and_values(self, k: Tensor, v: Tensor, anchors: Anchors, heads: range) -> tuple[Tensor, Tensor]:
+        """Each head's anchor's, its own or handed on, [B, len(heads), T, D] each."""
+        own = self.is_anchor[heads.start : heads.stop]
+        if all(own):
+            return k, v
+        keys = [k[:, head] if is_anchor else anchors[2 * head + 1] for head, is_anchor in enumerate(own)]
+        values = [v[:, head] if is_anchor else anchors[2 * head] for head, is_anchor in enumerate(own)]
+        return torch.stack(keys, dim=1), torch.stack(values, dim=1)
+
+    def _hand_on(self, q: Tensor, k: Tensor, v: Tensor, anchors: Anchors, heads: range) -> Anchors:
+        groups = q.shape[1] // len(heads)
         following: list[Tensor | None] = []
         for head, number in enumerate(heads):
             is_anchor, goes_on = self.is_anchor[number], self.goes_on[number]
@@ -184,11 +217,11 @@ class PodAttention:
             elif not is_anchor:
                 following += [anchors[2 * head], anchors[2 * head + 1]]
             else:
+                first = {"scores": q[:, head * groups : (head + 1) * groups], "kv": v[:, head]}.get(self.config.share)
                 # Copied out: a view would keep all heads' queries and keys alive as long as this pair travels.
-                copied = q[:, head * groups : (head + 1) * groups].clone(memory_format=torch.contiguous_format)
                 following += [
-                    copied if self.config.share == "scores" else None,
-                    k[:, head].clone(memory_format=torch.contiguous_format),
+                    None if part is None else part.clone(memory_format=torch.contiguous_format)
+                    for part in (first, k[:, head])
                 ]
         return tuple(following)
 
@@ -660,10 +693,12 @@ class PodMistralForCausalLM(PodForCausalLM, MistralForCausalLM):
 class PodPhi3Attention(PodAttention, Phi3Attention):
     """Phi-3's attention with shared distant scores."""
 
-    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """[B, T, hidden] -> queries, keys and values, which one matrix gives."""
         heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
-        return self.qkv_proj(hidden_states).split([count * self.head_dim for count in (heads, kv_heads, kv_heads)], -1)
+        sizes = [count * self.head_dim for count in (heads, kv_heads, kv_heads)]
+        q, k, v = self.qkv_proj(hidden_states).split(sizes, dim=-1)
+        return (q, k, v) if self.has_keys else (q, None, None)
 
 
 class PodPhi3DecoderLayer(PodDecoderLayer, Phi3DecoderLayer):
@@ -796,7 +831,8 @@ def convert(
         model_or_path: a causal LM of a supported family (or a PoD model, for other blocks), or where to load it from.
         blocks: which layers share distant scores, per KV head.
         sink_size, recent_size: proximal tokens.
-        share: "scores" (the paper's Eq. 3) or "keys"; "window" for window attention, with blocks of one layer.
+        share: "scores" (the paper's Eq. 3) or "keys"; "kv" for cross-layer attention, which shares values too, where
+            sink_size and recent_size mean nothing; "window" for window attention, with blocks of one layer.
 
     Returns:
         A PoD causal LM on the same parameters and buffers, none of them copied; training one trains the other. The

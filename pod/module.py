@@ -30,6 +30,8 @@ PEAK_FLOPS = {name: gpu.flops for name, gpu in GPUS.items()}
 class PodModule(lightning.LightningModule):
     """Next-token training of a causal LM whose layers share distant scores.
 
+    Projections that no output depends on (`share: kv`) are frozen.
+
     Args:
         base: directory or hub id of the model to start from; None starts from `model_config`.
         model_config: fields of a transformers config, `model_type` among them, for a model from scratch.
@@ -93,11 +95,7 @@ class PodModule(lightning.LightningModule):
             return
         hparams = self.hparams
         dtype = getattr(torch, hparams.dtype)
-        if hparams.base is not None:
-            config = stock_config(hparams.base, hparams.rope_theta)
-        else:
-            fields = dict(hparams.model_config)
-            config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+        config = first_config(hparams.base, hparams.model_config, hparams.rope_theta)
         layers, heads = config.num_hidden_layers, config.num_key_value_heads
         if self.sequence_group is not None:
             check_heads(config.num_attention_heads, heads, self.sequence_group.size)
@@ -117,6 +115,9 @@ class PodModule(lightning.LightningModule):
         self.model.model.offload_checkpoints = hparams.offload_checkpoints
         for layer in self.model.model.layers:
             layer.mlp_tiles = hparams.mlp_tiles
+            # DDP and ZeRO wait for the gradient of whatever is not frozen.
+            for parameter in layer.self_attn.unused_parameters():
+                parameter.requires_grad_(False)
         self.validation_gates.extend(torchmetrics.MeanMetric() for _ in range(layers))
         self.model.train()
 
@@ -221,8 +222,8 @@ class PodModule(lightning.LightningModule):
             self.log("grad_norm", norm())
 
     def flops_per_token(self) -> float:
-        """Floating-point operations of forward and backward per token, attention left out: 6 per parameter."""
-        return 6.0 * sum(math.prod(_shape(p)) for p in self.parameters())
+        """Floating-point operations of forward and backward per token, attention left out: 6 per parameter in use."""
+        return 6.0 * sum(math.prod(_shape(p)) for p in self.parameters() if p.requires_grad)
 
     def _peak_flops(self) -> float | None:
         if self.device.type != "cuda":
@@ -273,7 +274,8 @@ class PodModule(lightning.LightningModule):
         for module in self.model.modules():
             for name, parameter in module.named_parameters(recurse=False):
                 matrix = len(_shape(parameter)) > 1 and not isinstance(module, nn.Embedding) and name == "weight"
-                (decayed if matrix else others).append(parameter)
+                if parameter.requires_grad:
+                    (decayed if matrix else others).append(parameter)
         # A head tied to the embedding is one parameter: it is met first as an embedding and stays undecayed.
         undecayed = {id(parameter) for parameter in others}
         decayed = [p for p in dict.fromkeys(decayed) if id(p) not in undecayed]
@@ -305,6 +307,20 @@ class PodModule(lightning.LightningModule):
 def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
     """The whole parameter's shape: under ZeRO-3 it is empty on each rank, and the shape stands beside it."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def first_config(
+    base: str | None, model_config: dict[str, Any] | None, rope_theta: float | None = None
+) -> PreTrainedConfig:
+    """The stock config of what training begins with: of the model at `base`, or else of the fields `model_config`.
+
+    Raises:
+        ValueError: there is no config at `base`.
+    """
+    if base is not None:
+        return stock_config(base, rope_theta)
+    fields = dict(model_config)
+    return AutoConfig.for_model(fields.pop("model_type"), **fields)
 
 
 def stock_config(base: str, rope_theta: float | None) -> PreTrainedConfig:

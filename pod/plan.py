@@ -128,6 +128,12 @@ class Shape:
         return attention + 3 * self.hidden * self.intermediate
 
     @property
+    def kv_parameters(self) -> int:
+        """Parameters of one layer's projections to keys and values, and of the norm of keys."""
+        each = self.kv_heads * self.head_dim * (self.hidden + (1 if self.qkv_bias else 0))
+        return 2 * each + (self.head_dim if self.qk_norm else 0)
+
+    @property
     def parameters(self) -> int:
         """All parameters, a tied head counted once."""
         norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
@@ -135,15 +141,18 @@ class Shape:
         ends = self.vocab * self.hidden * (1 if self.tied else 2) + self.hidden
         return self.layers * (self.layer_matrices + norms + biases) + ends
 
-    def flops_per_token(self, length: int) -> tuple[float, float]:
+    def flops_per_token(self, length: int, idle: int = 0) -> tuple[float, float]:
         """(of the matrices, of attention), forward and backward of one token in a sample of `length` tokens.
+
+        `idle` layers make no keys and values of their own.
 
         A matrix takes 2 FLOPs per parameter forward and 4 backward. A token attends to half of the sample on average,
         at most to the window: 2 products of 2 * D FLOPs for each query head and pair, and twice that backward. Sharing
         scores in training changes which queries and keys are multiplied, not how many. What is computed again is not
         counted.
         """
-        matrices = 6.0 * (self.layers * self.layer_matrices + self.vocab * self.hidden)
+        unused = idle * 2 * self.hidden * self.head_dim * self.kv_heads
+        matrices = 6.0 * (self.layers * self.layer_matrices - unused + self.vocab * self.hidden)
         near = length if self.window is None else min(length, self.window)
         seen = near * (near + 1) / 2 + (length - near) * near
         return matrices, 3 * 4.0 * self.layers * self.heads * self.head_dim * seen / length
@@ -154,20 +163,32 @@ class Sharing:
     """How many heads of a model share, as far as memory is concerned.
 
     Attributes:
-        pairs: anchors (layer, KV head) whose query group and key a later layer reads.
+        pairs: anchors (layer, KV head) whose query group and key a later layer reads, or whose value and key.
         layers: layers in which some head takes its distant scores from below.
+        values: `share: kv`, a pair is a value and a key, and no layer has distant queries and keys beside its own.
+        idle: layers whose projections to keys and values are frozen: under `share: kv`, those without anchors.
     """
 
     pairs: int = 0
     layers: int = 0
+    values: bool = False
+    idle: int = 0
 
     @classmethod
-    def of_anchors(cls, anchors: list[list[int]]) -> "Sharing":
+    def of_anchors(cls, anchors: list[list[int]], share: str = "scores") -> "Sharing":
         """From `LayerBlocks.anchors` as lists, [L][H_kv]."""
+        below = [[anchor < row for anchor in heads] for row, heads in enumerate(anchors)]
         read = {
             (anchor, head) for row, heads in enumerate(anchors) for head, anchor in enumerate(heads) if anchor < row
         }
-        return cls(len(read), sum(any(anchor < row for anchor in heads) for row, heads in enumerate(anchors)))
+        if share == "kv":
+            return cls(len(read), values=True, idle=sum(map(all, below)))
+        return cls(len(read), sum(map(any, below)))
+
+    @classmethod
+    def uniform(cls, shape: Shape, size: int, share: str = "scores") -> "Sharing":
+        """Of blocks of `size` layers each."""
+        return cls.of_anchors([[layer - layer % size] * shape.kv_heads for layer in range(shape.layers)], share)
 
     @classmethod
     def at_most(cls, shape: Shape, kv_saving: float) -> "Sharing":
@@ -220,6 +241,12 @@ class Memory:
         return self.shape.parameters / (self.processes if self.zero else 1)
 
     @property
+    def _trained(self) -> float:
+        """Those of them that are not frozen."""
+        idle = self.sharing.idle * self.shape.kv_parameters
+        return self._share * (1 - idle / self.shape.parameters)
+
+    @property
     def parameters(self) -> float:
         if self.offload_parameters:
             return 0.0
@@ -230,14 +257,14 @@ class Memory:
         # With the optimiser offloaded, ZeRO-3 keeps its gradients beside it.
         if self.zero and self.offload_optimizer:
             return 0.0
-        return self._share * (self.activation_bytes if self.zero else self.weight_bytes)
+        return self._trained * (self.activation_bytes if self.zero else self.weight_bytes)
 
     @property
     def optimizer(self) -> float:
         """AdamW's two moments, and under ZeRO the float32 weights beside them, float32 too, whatever computes."""
         if self.offload_optimizer:
             return 0.0
-        return self._share * (12 if self.zero else 2 * self.weight_bytes)
+        return self._trained * (12 if self.zero else 2 * self.weight_bytes)
 
     # What a sample leaves
 
@@ -280,8 +307,9 @@ class Memory:
 
     @property
     def _anchors(self) -> float:
-        """The running anchors that checkpoints keep: one query group and one key for each pair, however far it goes."""
-        group = (self.shape.heads / self.shape.kv_heads + 1) * self.shape.head_dim
+        """The running anchors that checkpoints keep: each pair once, however far it goes."""
+        queries = 1 if self.sharing.values else self.shape.heads / self.shape.kv_heads
+        group = (queries + 1) * self.shape.head_dim
         return self.activation_bytes * self._tokens * group * self.sharing.pairs
 
     @property
@@ -356,7 +384,7 @@ class Memory:
     def working(self) -> float:
         """The largest of a layer in its MLP's backward or its attention's, a chunk of logits, the optimiser's step."""
         passing = 2 * self._states + self._handed  # gradients on their way down
-        step = 4 * min(SUB_GROUP, self._share) if self.zero and not self.offload_optimizer else 0
+        step = 4 * min(SUB_GROUP, self._trained) if self.zero and not self.offload_optimizer else 0
         if not self.checkpointing:
             return max(passing + self.mlp * 3 / 7, passing + self._attention_buffers, self._states + self.logits, step)
         kept = self._attention_kept(self.sharing.layers > 0)
@@ -380,7 +408,7 @@ class Memory:
         if self.offload_parameters:
             total += self._share * self.activation_bytes
         if self.offload_optimizer:
-            total += self._share * (12 + (self.activation_bytes if self.zero else 0))
+            total += self._trained * (12 + (self.activation_bytes if self.zero else 0))
         if self.offload_checkpoints and self.checkpointing:
             total += self.shape.layers * self._states + self._anchors
         return total
@@ -443,15 +471,20 @@ class Plan:
         return self.memory.longest(self.gpu.memory)
 
     @property
+    def flops_per_token(self) -> tuple[float, float]:
+        """Of the matrices, of attention."""
+        return self.memory.shape.flops_per_token(self.memory.length, self.memory.sharing.idle)
+
+    @property
     def hours(self) -> float:
         """At `utilisation` of the GPUs' peak, recomputation not counted as use."""
-        flops = sum(self.memory.shape.flops_per_token(self.memory.length)) * self.tokens_per_step * self.steps
+        flops = sum(self.flops_per_token) * self.tokens_per_step * self.steps
         return flops / (self.memory.processes * self.gpu.flops * self.utilisation) / 3600
 
     def lines(self) -> Iterator[str]:
         """The report."""
         memory, shape = self.memory, self.memory.shape
-        matrices, attention = shape.flops_per_token(memory.length)
+        matrices, attention = self.flops_per_token
         fits = "fits" if memory.total <= self.gpu.memory else "DOES NOT FIT"
         bound = ", anchors at their most" if self.upper_bound and memory.sharing.pairs else ""
         kinds = [
@@ -571,13 +604,16 @@ def make_plan(
         )
     if strategy != "deepspeed" and (spread > 1 or offload_optimizer or offload_parameters):
         raise RecipeError("sequence parallelism and offloading of the model's states need strategy=deepspeed")
+    share = recipe.model.share
     if recipe.blocks.file is not None:
-        sharing = Sharing.of_anchors(json.loads(Path(recipe.blocks.file).read_text())["anchors"])
+        sharing = Sharing.of_anchors(json.loads(Path(recipe.blocks.file).read_text())["anchors"], share)
+    elif recipe.blocks.size is not None:
+        sharing = Sharing.uniform(shape, recipe.blocks.size, share)
     elif recipe.blocks.threshold is not None:
         sharing = Sharing.at_most(shape, 0.25)  # where the most pairs go on
     else:
         sharing = Sharing.at_most(shape, recipe.blocks.kv_saving)
-    if recipe.model.share == "keys":
+    if share == "keys":
         raise RecipeError("model.share=keys: the plan counts model.share=scores, which is at least as much")
     zero = strategy == "deepspeed"
     half = recipe.trainer.precision != "32-true"
@@ -610,7 +646,7 @@ def make_plan(
         strategy=strategy,
         accumulation=accumulate(recipe, world // spread),
         steps=steps(recipe),
-        upper_bound=recipe.blocks.file is None,
+        upper_bound=recipe.blocks.file is None and recipe.blocks.size is None,
     )
 
 

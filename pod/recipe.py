@@ -63,8 +63,9 @@ class Model:
     """Last tokens, the current one included, that each layer attends to with its own scores (the paper's n_r)."""
     share: str = "scores"
     """What a block's layers take from their anchor for distant tokens: `scores` (q_a . k_a, the paper's Eq. 3) or
-    `keys` (q_l . k_a: the same memory, scores computed again). `window`: there are no distant tokens; every layer
-    attends to sinks and recent ones alone, without blocks."""
+    `keys` (q_l . k_a: the same memory, scores computed again). `kv`: its keys and values, for near tokens too, whatever
+    `model.sink_size` and `model.recent_size` are (cross-layer attention); with `blocks.size` or `blocks.file`.
+    `window`: there are no distant tokens; every layer attends to sinks and recent ones alone, without blocks."""
     gradient_checkpointing: bool = False
     """Compute the activations of each layer again in the backward pass instead of keeping them."""
     offload_checkpoints: bool = False
@@ -81,6 +82,9 @@ class Blocks:
 
     file: str | None = None
     """A blocks.json to use. null: analyse the model first, unless it stays dense."""
+    size: int | None = None
+    """Layers of each block, from the lowest layer up, the same for every KV head, without looking at the model: wins
+    over `blocks.kv_saving`. Cross-layer attention (`model.share=kv`) takes 2. null: the blocks are found."""
     kv_saving: float = 0.35
     """Share of the dense KV cache's bytes that is not stored, as length grows; the blocks are the most alike ones that
     save this. 0: the model stays dense. Only keys are shared, so 0.5 is the limit."""
@@ -216,7 +220,7 @@ CHOICES = {
     "logger": ("csv", "wandb", "tensorboard"),
     "model.dtype": ("float32", "bfloat16"),
     "model.initialization": ("transformers", "torch"),
-    "model.share": ("scores", "keys", "window"),
+    "model.share": ("scores", "keys", "kv", "window"),
     "trainer.precision": ("32-true", "bf16-mixed", "bf16-true"),
     "trainer.strategy": ("auto", "ddp", "deepspeed"),
     "trainer.offload": ("nothing", "optimizer", "parameters"),
@@ -228,6 +232,7 @@ INTERVALS = {
     "model.sink_size": "[0, inf)",
     "model.recent_size": "[1, inf)",
     "model.mlp_tiles": "[1, inf)",
+    "blocks.size": "[1, inf)",
     "blocks.kv_saving": "[0, 0.5]",
     "blocks.threshold": "[0, 1]",
     "blocks.samples": "[1, inf)",
@@ -666,13 +671,22 @@ def _check_together(recipe: Recipe) -> None:
             f"trainer.sequence_parallel_size={size} is more than the tokens of a sample, data.sequence_length="
             f"{recipe.data.sequence_length}"
         )
-    shares = recipe.blocks.file is not None or recipe.blocks.threshold is not None or recipe.blocks.kv_saving > 0
+    blocks = recipe.blocks
+    named = [key for key in ("file", "size", "threshold") if getattr(blocks, key) is not None]
+    if blocks.size is not None and len(named) > 1:
+        raise RecipeError(f"blocks.{named[0]} and blocks.{named[1]} are both given, wanted one; set the other to null")
+    shares = bool(named) or blocks.kv_saving > 0
     if shares and model.share == "window":
         raise RecipeError(
-            "model.share=window has no distant tokens to share: set blocks.kv_saving=0, blocks.file=null and "
-            "blocks.threshold=null"
+            "model.share=window has no distant tokens to share: set blocks.kv_saving=0, blocks.file=null, "
+            "blocks.size=null and blocks.threshold=null"
         )
-    if shares and model.sink_size + model.recent_size >= recipe.data.sequence_length:
+    if shares and model.share == "kv" and blocks.size is None and blocks.file is None:
+        raise RecipeError(
+            "model.share=kv shares values too, of which the similarity of scores says nothing: set blocks.size=2 "
+            "(neighbouring pairs) or blocks.file"
+        )
+    if shares and model.share != "kv" and model.sink_size + model.recent_size >= recipe.data.sequence_length:
         raise RecipeError(
             f"no token is distant: model.sink_size ({model.sink_size}) + model.recent_size ({model.recent_size}) cover "
             f"data.sequence_length ({recipe.data.sequence_length}). Lower them, lengthen the samples, or set "

@@ -13,7 +13,7 @@ What one layer exchanges, in one forward and on each rank, with t = ceil(T / P) 
     sent to others  (P - 1) / P of these; the rest stays on the rank
 
 A backward moves the same bytes as a forward. Fewer KV heads than ranks are repeated, P / H_kv times each, so that every
-rank has one.
+rank has one. Under `share: kv` a layer without anchors has neither k nor v: B * t * D * itemsize * 2 * H bytes.
 
 Legend: B rows, T tokens, H query heads, H_kv KV heads, D head dimension, P ranks of a group.
 """
@@ -129,7 +129,7 @@ class SequenceShard:
 
         Args:
             q: [B, H, t, D].
-            k, v: [B, H_kv, t, D].
+            k, v: [B, H_kv, t, D], or both without heads, [B, 0, t, D], which is what they stay.
 
         Returns:
             q [B, H / P, T, D]; k and v [B, max(H_kv / P, 1), T, D], the heads of `kv_heads`.
@@ -138,12 +138,13 @@ class SequenceShard:
             ValueError: the heads cannot be shared out, see `check_heads`.
         """
         size = self.group.size
-        check_heads(q.shape[1], k.shape[1], size)
-        repeats = max(size // k.shape[1], 1)
-        if repeats > 1:
-            k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+        if k.shape[1]:
+            check_heads(q.shape[1], k.shape[1], size)
+            repeats = max(size // k.shape[1], 1)
+            if repeats > 1:
+                k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
         # [P, B, heads of one rank, t, D]: one call for all three, in one buffer.
-        parts = torch.cat([x.unflatten(1, (size, -1)).movedim(1, 0) for x in (q, k, v)], dim=2)
+        parts = torch.cat([x.unflatten(1, (size, x.shape[1] // size)).movedim(1, 0) for x in (q, k, v)], dim=2)
         whole = _AllToAll.apply(parts, self.group).permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : self.length]
         heads, kv_heads = q.shape[1] // size, k.shape[1] // size
         return whole.split([heads, kv_heads, kv_heads], dim=1)

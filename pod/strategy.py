@@ -58,6 +58,9 @@ class UlyssesDeepSpeedStrategy(DeepSpeedStrategy):
     which `PodModule` computes. This is exact on every ZeRO stage because DeepSpeed is told nothing of the groups: with
     an `mpu` the right factor would depend on stage and `reduce_scatter`. Accumulation divides once (by Lightning).
 
+    With precision bf16-mixed DeepSpeed loads the base in bfloat16 and makes its float32 weights from that: those of a
+    base in float32 are rounded once, when a run begins. A checkpoint keeps them in float32.
+
     Args:
         sequence_parallel_size: P, ranks that share a sequence; 1 is plain data parallelism.
         stage: of ZeRO: 1 shards the optimiser's state, 2 the gradients too, 3 the parameters too.

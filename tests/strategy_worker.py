@@ -1,7 +1,8 @@
 """One rank of the runs that test_strategy.py compares with one process: `python strategy_worker.py SPEC.json`.
 
 The launcher sets LOCAL_RANK, MASTER_ADDR and MASTER_PORT. All runs of the file are trained one after the other in the
-same processes, as starting up takes most of the time; rank r writes RUN.r.pt for each.
+same processes, as starting up takes most of the time; rank r writes RUN.r.pt for each. A run may write a checkpoint
+after a step (`save`: step and path), or begin with one (`resume`: path).
 """
 
 import json
@@ -19,28 +20,45 @@ torch.set_num_threads(1)
 class Recorded(lightning.Callback):
     """What the run did: samples seen, losses, the first step's gradients, norms, the last weights, all-to-all calls."""
 
-    def __init__(self):
-        self.seen, self.losses, self.norms, self.gradients = [], [], [], {}
+    def __init__(self, sharded, save):
+        self.sharded, self.save = sharded, save
+        self.seen, self.losses, self.norms, self.gradients, self.saved = [], [], [], {}, {}
 
     def on_train_batch_end(self, trainer, module, outputs, batch, index):
         self.seen.append(batch["input_ids"][:, 0].tolist())
         self.losses.append(float(outputs["loss"]))  # divided by the micro-batches of a step
         if not trainer.fit_loop._should_accumulate():
-            self.norms.append(trainer.strategy.global_grad_norm())
+            if self.sharded:
+                self.norms.append(trainer.strategy.global_grad_norm())
+            if self.save and trainer.global_step == self.save[0]:
+                self.saved = self.weights_of(module)
+                trainer.save_checkpoint(self.save[1])
 
     def on_before_optimizer_step(self, trainer, module, optimizer):
         from deepspeed.utils import safe_get_full_grad
 
-        if not self.gradients and not trainer.fit_loop._should_accumulate():
-            named = module.model.named_parameters()
-            self.gradients = {name: safe_get_full_grad(parameter).float().clone() for name, parameter in named}
+        if trainer.fit_loop._should_accumulate():
+            return
+        if not self.gradients:
+            gradient = safe_get_full_grad if self.sharded else (lambda parameter: parameter.grad)
+            self.gradients = {name: gradient(parameter).float().clone() for name, parameter in trained(module)}
+        if not self.sharded:
+            self.norms.append(float(torch.nn.utils.get_total_norm([p.grad for _, p in trained(module)])))
 
-    def on_train_end(self, trainer, module):
+    def weights_of(self, module):
         from deepspeed.utils import safe_get_full_fp32_param
 
-        self.weights = {name: safe_get_full_fp32_param(p).clone() for name, p in module.model.named_parameters()}
+        weight = safe_get_full_fp32_param if self.sharded else torch.Tensor.detach
+        return {name: weight(parameter).clone() for name, parameter in trained(module)}
+
+    def on_train_end(self, trainer, module):
+        self.weights = self.weights_of(module)
         self.rotary = module.model.model.rotary_emb.inv_freq.clone()
         self.bytes = states_bytes(trainer.strategy.deepspeed_engine) if module.kept else []
+
+
+def trained(module):
+    return [(name, parameter) for name, parameter in module.model.named_parameters() if parameter.requires_grad]
 
 
 def states_bytes(engine):
@@ -85,8 +103,10 @@ def train(run, spec):
                 self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kind)
 
     os.environ["POD_ATTENTION_BACKEND"] = run["backend"]
-    recorded = Recorded()
-    strategy = pod.UlyssesDeepSpeedStrategy(run["sequence_parallel_size"], stage=run["stage"], **run["offload"])
+    recorded = Recorded(run["stage"] > 0, run["save"])
+    strategy = "ddp"
+    if run["stage"]:
+        strategy = pod.UlyssesDeepSpeedStrategy(run["sequence_parallel_size"], stage=run["stage"], **run["offload"])
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=spec["world_size"],
@@ -112,19 +132,21 @@ def train(run, spec):
         return exchange(received, sent, **options)
 
     dist.all_to_all_single = counted
-    trainer.fit(module, data)
+    trainer.fit(module, data, ckpt_path=run["resume"], weights_only=True)
     dist.all_to_all_single = exchange
-    assert strategy.sequence_group is None and strategy.model is module, "torn down"
+    if run["stage"]:
+        assert strategy.sequence_group is None and strategy.model is module, "torn down"
     return {
         "seen": recorded.seen,
         "losses": recorded.losses,
         "norms": recorded.norms,
         "gradients": recorded.gradients,
         "weights": recorded.weights,
+        "saved": recorded.saved,
         "rotary": recorded.rotary,
         "loaded": module.loaded,
         "calls": calls,
-        "groups": trainer.strategy.distributed_sampler_kwargs,
+        "groups": {name: trainer.distributed_sampler_kwargs[name] for name in ("num_replicas", "rank")},
         "flops": module.flops_per_token(),
         "bytes": [*recorded.bytes, *module.kept.values()],
     }

@@ -259,6 +259,22 @@ def test_export_gives_the_trained_logits_and_fit_adapts_from_it(trained, prepare
     assert skipped == decisions
 
 
+def test_cross_layer_attention_from_recipe_to_export(prepared, tmp_path):
+    """Nothing is analysed: a model from scratch, whose three layers make a pair and one alone."""
+    keys = ["model.share=kv", "blocks.size=2", "trainer.max_steps=2", "trainer.validate_every=2"]
+    fit(load_recipe([f"recipe={recipe_file(tmp_path, prepared)}", *keys]))
+    blocks = pod.LayerBlocks.load(tmp_path / "run" / "blocks.json")
+    assert blocks.anchors.tolist() == [[0, 0], [0, 0], [2, 2]]
+    weights = load_checkpoint(tmp_path / "run")[0]["state_dict"]
+    assert weights["model.model.layers.1.self_attn.k_proj.weight"].shape == (16, 32)
+    out = export(tmp_path / "run", tmp_path / "export")
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert (model.config.share, model.config.blocks) == ("kv", blocks)
+    assert model.config.kv_saving == pytest.approx(1 / 3)
+    card = (out / "README.md").read_text()
+    assert "kv_saving | 33.3%" in card and "cross-layer attention" in card
+
+
 def test_a_failed_export_leaves_nothing(trained, tmp_path, monkeypatch):
     def fail(model, folder):
         raise OSError("no space left on device")

@@ -914,7 +914,7 @@ class TestConvertRefusals:
             pod.convert(stock, BLOCKS, sink_size=-1)
         with pytest.raises(ValueError, match="recent_size must be >= 1 token .*got 0"):
             pod.convert(stock, BLOCKS, recent_size=0)
-        with pytest.raises(ValueError, match="share must be one of scores, keys, window; got 'values'"):
+        with pytest.raises(ValueError, match="share must be one of scores, keys, kv, window; got 'values'"):
             pod.convert(stock, BLOCKS, share="values")
 
     def test_quantised(self, family):
@@ -1085,7 +1085,7 @@ def test_a_rope_that_changes_with_length_is_refused_on_shared_sequences(rope):
 BROKEN = [
     ({"sink_size": -1}, "sink_size must be >= 0 tokens, got -1"),
     ({"recent_size": 0}, "recent_size must be >= 1 token .*got 0"),
-    ({"share": "values"}, "share must be one of scores, keys, window; got 'values'"),
+    ({"share": "values"}, "share must be one of scores, keys, kv, window; got 'values'"),
     ({"tau": 1.5}, "tau must be between 0 and 1, or None; got 1.5"),
     ({"tau": -1}, "tau must be between 0 and 1, or None; got -1"),
     ({"num_key_value_heads": 3}, r"num_attention_heads \(4\) must be a multiple of num_key_value_heads \(3\)"),

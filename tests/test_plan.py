@@ -40,11 +40,13 @@ def storages(tensors):
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-def measured(config, anchors, checkpointing, batch=2, length=128, dtype="float32", chunk=32, autocast=False):
+def measured(
+    config, anchors, checkpointing, batch=2, length=128, dtype="float32", chunk=32, autocast=False, share="scores"
+):
     """Bytes of parameters, gradients, AdamW's state, and what the forward of one real step saved for the backward."""
     torch.manual_seed(0)
     module = PodModule(
-        model_config=config, blocks=anchors, sink_size=2, recent_size=14, dtype=dtype, loss_chunk=chunk,
+        model_config=config, blocks=anchors, sink_size=2, recent_size=14, dtype=dtype, loss_chunk=chunk, share=share,
         gradient_checkpointing=checkpointing,
     )  # fmt: skip
     module.configure_model()
@@ -68,27 +70,30 @@ def measured(config, anchors, checkpointing, batch=2, length=128, dtype="float32
     optimizer = module.configure_optimizers()["optimizer"]
     optimizer.step()
     states = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
-    gradients = [parameter.grad for parameter in parameters]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     return storages(parameters), storages(gradients), storages(states), kept
 
 
 @pytest.mark.parametrize("checkpointing", [True, False])
 @pytest.mark.parametrize(
-    "changes, anchors, dtype",
+    "changes, anchors, dtype, share",
     [
-        ({}, ANCHORS, "float32"),
-        ({}, None, "float32"),
-        ({"tie_word_embeddings": True, "num_key_value_heads": 1}, [[0]] * 3 + [[3]] * 3, "float32"),
-        ({"model_type": "qwen3", "head_dim": 32}, ANCHORS, "float32"),
-        ({"num_hidden_layers": 3, "intermediate_size": 160}, [[0, 0], [0, 0], [0, 2]], "bfloat16"),
+        ({}, ANCHORS, "float32", "scores"),
+        ({}, None, "float32", "scores"),
+        ({}, [[0, 0], [0, 0], [2, 0], [2, 3], [2, 3], [5, 3]], "float32", "kv"),
+        ({"model_type": "qwen2"}, [[0, 0], [0, 0], [2, 2], [2, 2], [4, 4], [4, 4]], "float32", "kv"),
+        ({"model_type": "qwen3"}, [[0, 0], [0, 0], [2, 2], [2, 2], [4, 4], [4, 4]], "float32", "kv"),
+        ({"tie_word_embeddings": True, "num_key_value_heads": 1}, [[0]] * 3 + [[3]] * 3, "float32", "scores"),
+        ({"model_type": "qwen3", "head_dim": 32}, ANCHORS, "float32", "scores"),
+        ({"num_hidden_layers": 3, "intermediate_size": 160}, [[0, 0], [0, 0], [0, 2]], "bfloat16", "scores"),
     ],
 )
-def test_a_real_step(changes, anchors, dtype, checkpointing):
+def test_a_real_step(changes, anchors, dtype, share, checkpointing):
     config = {**CONFIG, **changes}
-    parameters, gradients, optimizer, kept = measured(config, anchors, checkpointing, dtype=dtype)
+    parameters, gradients, optimizer, kept = measured(config, anchors, checkpointing, dtype=dtype, share=share)
     plan = Memory(
         Shape.from_config(config),
-        Sharing.of_anchors(anchors) if anchors else Sharing(),
+        Sharing.of_anchors(anchors, share) if anchors else Sharing(),
         length=128,
         micro_batch=2,
         weight_bytes=torch.finfo(getattr(torch, dtype)).bits // 8,
@@ -235,6 +240,18 @@ def test_a_window_takes_the_flops_of_the_pairs_it_has():
     assert plans[1].hours < plans[0].hours
 
 
+def test_cross_layer_attention_has_half_of_the_projections_and_anchors():
+    dense, pairs = (make_plan(load_recipe([f"recipe=llama3-32k-{kind}"])).memory for kind in ("dense", "cla-cpt"))
+    assert pairs.sharing == Sharing(pairs=16 * 8, values=True, idle=16)
+    unused = 16 * 2 * 4096 * 1024
+    for kind, each in (("parameters", 0), ("gradients", 2), ("optimizer", 12)):
+        assert getattr(dense, kind) - getattr(pairs, kind) == pytest.approx(each * unused / 8)
+    plan = make_plan(load_recipe(["recipe=llama3-32k-cla-cpt"]))
+    assert not plan.upper_bound
+    dense_flops, ours = dense.shape.flops_per_token(32768), plan.flops_per_token
+    assert dense_flops[0] - ours[0] == 6 * unused and dense_flops[1] == ours[1]
+
+
 def test_zero_divides_the_states():
     shape = Shape.from_config(CONFIG)
     one = Memory(shape, Sharing(), length=128, zero=True, processes=1, activation_bytes=2)
@@ -279,7 +296,7 @@ def test_every_recipe_has_a_plan(name, tmp_path, monkeypatch):
     recipe.blocks.file = str(tmp_path / "blocks.json")
     shape = plan.memory.shape
     LayerBlocks.dense(shape.layers, shape.kv_heads).save(recipe.blocks.file)
-    assert make_plan(recipe).memory.sharing == Sharing() and not make_plan(recipe).upper_bound
+    assert make_plan(recipe).memory.sharing.pairs == 0 and not make_plan(recipe).upper_bound
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,15 @@ from pod.recipe import (
 )
 
 FOLDER = Path(__file__).resolve().parent.parent / "recipes"
-SHIPPED = ["llama3-32k", "llama3-32k-dense", "llama3-32k-wa-cpt", "llama31-128k", "tiny", "tiny-base"]
+SHIPPED = [
+    "llama3-32k",
+    "llama3-32k-cla-cpt",
+    "llama3-32k-dense",
+    "llama3-32k-wa-cpt",
+    "llama31-128k",
+    "tiny",
+    "tiny-base",
+]
 SHARED = ["trainer.strategy=deepspeed", "trainer.sequence_parallel_size=3"]
 
 

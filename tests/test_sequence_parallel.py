@@ -123,6 +123,9 @@ def compare(size, heads, kv_heads, length, batch=2, checkpointing=None, share="s
     real = probe.abs().sum(dim=-1) > 0
     assert torch.linalg.norm((whole - wanted)[real]) <= 1e-5 * torch.linalg.norm(wanted[real])
     for name, gradient in gradients.items():
+        if gradient is None:  # of a layer without anchors under share="kv"
+            assert all(of[name] is None for _, of in results)
+            continue
         got = sum(of[name] for _, of in results if of[name] is not None)
         assert torch.linalg.norm(got - gradient) <= 1e-5 * torch.linalg.norm(gradient), name
     return board
@@ -160,7 +163,7 @@ def test_masks_of_whole_sequences(backend, padding, monkeypatch):
     compare(2, 4, 2, 23, batch=3, **inputs)
 
 
-@pytest.mark.parametrize("share", ["scores", "keys"])
+@pytest.mark.parametrize("share", ["scores", "keys", "kv"])
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_both_kinds_of_checkpointing(share, checkpointing):
     """Anchors that travel past recomputed layers; True is use_reentrant."""
@@ -183,6 +186,27 @@ def test_calls_and_bytes_are_those_of_the_docstring(size, heads, kv_heads, lengt
     tokens = -(-length // size)
     one_pass = batch * tokens * 6 * 4 * (2 * heads + 2 * max(kv_heads, size))
     assert sum(board.calls) == one_pass * passes * layers
+
+
+@pytest.mark.parametrize(("size", "kv_heads"), [(2, 2), (4, 2), (2, 4), (4, 1)])
+def test_layers_without_keys_exchange_queries_alone(size, kv_heads):
+    """`share: kv` in pairs of layers, of which the upper one has neither keys nor values."""
+    model = model_of(4, kv_heads)
+    model = pod.convert(model, pod.LayerBlocks.uniform(4, kv_heads, 2), share="kv")
+    ids = torch.arange(11)[None]
+    wanted = model.model(ids, use_cache=False).last_hidden_state
+
+    def work(group):
+        return model.model(ids, use_cache=False, sequence=SequenceShard(11, group)).last_hidden_state
+
+    with torch.no_grad():
+        results, board = on_ranks(size, work)
+    whole = torch.cat(results, dim=1)[:, :11]
+    assert torch.linalg.norm(whole - wanted) <= 1e-5 * torch.linalg.norm(wanted)
+    tokens = -(-11 // size)
+    lower, upper = 2 * 4 + 2 * max(kv_heads, size), 2 * 4
+    assert len(board.calls) == 2 * 4
+    assert sum(board.calls) == tokens * 6 * 4 * (2 * lower + 2 * upper)
 
 
 def test_shared_scores_cost_no_communication():

@@ -144,6 +144,17 @@ class Segments:
         capacity = self.data.shape[0] // max(1, batch * heads)
         return self.data.view(heads, batch, capacity, self.data.shape[1])
 
+    def part(self, head: int, heads: int) -> "Segments":
+        """A view of the segments of `heads` heads from `head` on, of a rectangle.
+
+        Raises:
+            ValueError: the segments have different capacities.
+        """
+        data = self.rectangle[head : head + heads].flatten(0, 2)
+        mine = slice(head, head + heads)
+        offsets = self.offsets[:, mine] - head * data.shape[0] // max(1, heads)
+        return Segments(data, offsets, self.lengths[:, mine], self.capacities[:, mine])
+
     def nbytes(self) -> int:
         """Bytes of the storage, used or not."""
         return self.data.untyped_storage().nbytes()
@@ -152,6 +163,8 @@ class Segments:
 @dataclass
 class LayerSegments:
     """What the cache holds for one layer.
+
+    Under `share: kv` that is the layer's anchor heads alone: heads are then counted among these.
 
     Attributes:
         order: the KV heads in the order in which they are stored: the layer's anchor heads first, then the others.
@@ -178,6 +191,12 @@ class LayerSegments:
         if list(self.order) != sorted(self.order):
             self.index = torch.tensor(self.order, device=self.values.data.device)
             self.inverse = self.index.argsort()
+
+    def part(self, head: int, heads: int) -> "LayerSegments":
+        """A view of `heads` heads from `head` on, of a layer whose heads are all anchors."""
+        values, keys = self.values.part(head, heads), self.keys.part(head, heads)
+        sizes = self.sink_size, self.recent_size, self.ring_size
+        return LayerSegments(tuple(range(heads)), heads, values, keys, self.near, *sizes)
 
     def stored(self, states: Tensor) -> Tensor:
         """[H_kv, ..] by head -> in storage order."""

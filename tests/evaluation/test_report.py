@@ -24,13 +24,13 @@ def script():
     return module
 
 
-def write_run(folder, level, anchors=None, saving=None, eviction=None):
+def write_run(folder, level, anchors=None, saving=None, eviction=None, **settings):
     ckpt = folder.with_name(f"{folder.name}-export")
     for path in (folder, ckpt):
         path.mkdir(parents=True)
     config = {"max_position_embeddings": 32768}
     if anchors is not None:
-        config |= {"anchors": anchors, "sink_size": 16, "recent_size": 4080}
+        config |= {"anchors": anchors, "sink_size": 16, "recent_size": 4080, "share": "scores"} | settings
     (ckpt / "config.json").write_text(json.dumps(config))
     scores = {name: level + index for index, name in enumerate(longbench.GROUPS["pod"])}
     result = {"scores": scores, "averages": longbench.averages(scores), "samples": dict.fromkeys(scores, 3)}
@@ -65,6 +65,15 @@ def test_table(script, tmp_path, capsys):
     assert script.main([shared, both, "--out", str(out), "--baseline", shared, "--no-published"]) == 0
     rows = list(csv.DictReader((out / "report.csv").open()))
     assert [row["degradation, %"] for row in rows] == ["", "27.1"]
+
+
+def test_trained_baselines_have_their_names(script, tmp_path):
+    window = write_run(tmp_path / "wa", 20, anchors=[[0], [1]], share="window", sink_size=0, recent_size=4096)
+    pairs = write_run(tmp_path / "cla", 10, anchors=[[0], [0]], share="kv")
+    rows = [script.read_run(Path(folder)) for folder in (window, pairs)]
+    assert [row["method"] for row in rows] == ["window attention (wa)", "CLA (cla)"]
+    assert [row["window"] for row in rows] == ["4K", "32K"] and not any(row["is_dense"] for row in rows)
+    assert {row["stage"] for row in rows} == {script.BOTH}
 
 
 def test_published_averages_are_the_means_of_their_categories(script):
