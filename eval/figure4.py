@@ -310,9 +310,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the recipe (recipe=tiny)")
     parser.add_argument("--recent", default="28,60,124,252", help="recent tokens, comma-separated (28,60,124,252)")
     parser.add_argument("--kv-savings", default="0,0.2,0.35,0.43", help="shares, comma-separated (0,0.2,0.35,0.43)")
-    parser.add_argument(
-        "--taus", default="0,0.3,0.5,0.7,0.9,1", help="gates, comma-separated (0,0.3,0.5,0.7,0.9,1)"
-    )
+    parser.add_argument("--taus", default="0,0.3,0.5,0.7,0.9,1", help="gates, comma-separated (0,0.3,0.5,0.7,0.9,1)")
     parser.add_argument("--samples", type=int, default=demo.SAMPLES, help="pass keys for each length and depth (8)")
     parser.add_argument("--texts", type=int, default=demo.TEXTS, help="held-out texts for the bits per byte (96)")
     parser.add_argument("--out", type=Path, help="folder of the runs and the table (figure4 in the recipe's output)")
