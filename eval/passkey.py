@@ -169,7 +169,7 @@ def main(arguments: list[str] | None = None) -> int:
             setattr(options, name, value)
     try:
         if options.text:
-            text = "".join(path.read_text(encoding="utf-8") for path in options.text)
+            text = "".join(report.read_text(path, "--text") for path in options.text)
         else:
             text = default_text() if options.protocol == "grid" else " ".join(ruler.ADJECTIVES + ruler.NOUNS)
         result = evaluate(

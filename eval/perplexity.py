@@ -165,7 +165,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         texts = []
         if options.data is None:
-            texts = [p.read_text(encoding="utf-8") for p in options.text] if options.text else [default_text()]
+            texts = [report.read_text(path, "--text") for path in options.text] if options.text else [default_text()]
         results = evaluate(
             options.ckpt,
             options.data,

@@ -25,10 +25,10 @@ def run(options: argparse.Namespace) -> None:
     files = {"haystack": options.haystack, "squad": options.squad, "hotpotqa": options.hotpotqa}
     given = {name for name, path in files.items() if path is not None}
     tasks = ruler.resolve_tasks(options.tasks, given, options.phrase)
-    read = {"haystack": lambda path: ruler.Haystack(path.read_text(encoding="utf-8"))}
+    read = {"haystack": lambda path: ruler.Haystack(report.read_text(path, "--haystack"))}
     read |= {"squad": ruler.read_squad, "hotpotqa": ruler.read_hotpotqa}
     sources = {need: read[need](files[need]) for need in {ruler.TASKS[task].needs for task in tasks} - {None}}
-    settings = {name: sha256(path.read_bytes()).hexdigest() for name, path in files.items() if path is not None}
+    settings = {name: sha256(files[name].read_bytes()).hexdigest() for name in sorted(sources)}
     settings |= {"seed": options.seed} | ({} if options.phrase is None else {"phrase": options.phrase})
     folders = {ckpt: options.out / Path(ckpt).resolve().name for ckpt in options.ckpt}
     if len(set(folders.values())) < len(options.ckpt):

@@ -152,7 +152,7 @@ def run(options: argparse.Namespace) -> list[dict]:
     """
     if options.depths < 2 or min(options.samples, options.texts, options.batch_size, options.stream) < 1:
         raise ValueError("--depths must be at least 2, --samples, --texts, --batch-size and --stream at least 1")
-    text = "".join(path.read_text(encoding="utf-8") for path in options.text) if options.text else default_text()
+    text = "".join(report.read_text(path, "--text") for path in options.text) if options.text else default_text()
     names = ("length", "depths", "samples", "texts", "stream", "phrase", "seed")
     settings = {name: getattr(options, name) for name in names} | {"text": sha256(text.encode()).hexdigest()}
     runner.settle(options.out, settings)

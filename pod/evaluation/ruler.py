@@ -592,6 +592,8 @@ def _questions(path: str | Path, items: list, numbers: dict[str, int]) -> Questi
 def _read_json(path: str | Path) -> Any:
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}; give the path of the data set's JSON file") from error
     except ValueError as error:
         raise ValueError(f"{path}: broken JSON: {error}") from error
 

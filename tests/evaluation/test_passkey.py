@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ import pod
 from pod.evaluation import models
 from pod.evaluation.passkey import PHRASES, generate_greedily, passkey_accuracy, passkey_prompts
 from pod.evaluation.perplexity import perplexity, token_losses
-from pod.evaluation.report import markdown_table
+from pod.evaluation.report import markdown_table, read_text
 
 ROOT = Path(__file__).parents[2]
 TEXT = "".join(f"def function_{n}(x):\n    return x * {n % 7}\n\n" for n in range(200))
@@ -220,6 +221,17 @@ def test_a_training_run_is_not_a_model(tmp_path):
         models.load(str(tmp_path))
     with pytest.raises(ValueError, match="no model"):
         models.load(str(tmp_path / "absent"))
+
+
+def test_a_text_that_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "latin").write_bytes(b"caf\xe9")
+    for name, message in (
+        ("nowhere", "there is no such file; give the path of a UTF-8 text file"),
+        (".", "Is a directory; give"),
+        ("latin", r"not UTF-8 \(unexpected end of data at byte 3\); convert it"),
+    ):
+        with pytest.raises(ValueError, match=f"--text {re.escape(str(tmp_path / name))}: {message}"):
+            read_text(tmp_path / name, "--text")
 
 
 def test_table_lines_up():

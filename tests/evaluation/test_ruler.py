@@ -250,6 +250,10 @@ def test_questions_over_documents(words, tmp_path):
 )
 def test_wrong_question_files_are_named(tmp_path, read, content, message):
     path = tmp_path / "file.json"
+    with pytest.raises(
+        ValueError, match=r"file\.json: No such file or directory; give the path of the data set's JSON"
+    ):
+        read(path)
     path.write_text(content)
     with pytest.raises(ValueError, match=rf"file\.json: .*{message}"):
         read(path)
