@@ -160,8 +160,8 @@ def main(arguments: list[str] | None = None) -> int:
         help="UTF-8 files to hide keys in, or whose words to take (held-out Python modules; cascade: some 350 words)",
     )
     models.add_eviction(parser)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--batch-size", type=int, default=8, help="prompts generated at once (8)")
+    parser.add_argument("--seed", type=int, default=0, help="of keys and text (0)")
     parser.add_argument("--out", type=Path, default=report.default_folder("passkey"), help="folder of what is written")
     options = parser.parse_args(arguments)
     for name, value in PROTOCOLS[options.protocol].items():

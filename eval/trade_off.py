@@ -236,8 +236,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--stream", type=int, default=64, metavar="N", help="tokens of a text fed at a time (64)")
     parser.add_argument("--phrase", choices=list(PHRASES), default="key", help="how keys are stated and asked for")
     parser.add_argument("--text", type=Path, nargs="+", help="UTF-8 files for both (held-out Python modules)")
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--batch-size", type=int, default=8, help="prompts generated at once (8)")
+    parser.add_argument("--seed", type=int, default=0, help="of keys and text (0)")
     parser.add_argument(
         "--out", type=Path, default=report.default_folder("trade_off"), help="folder of what is written"
     )
