@@ -227,7 +227,7 @@ def draw(found: list[dict], key: str, xlabel: str, path: Path) -> None:
     other = axes.twinx()
     lines += other.plot(x, [point["bits_per_byte"] for point in ordered], "s--", color="C1", label="bits per byte")
     other.set_ylabel("bits per byte, held-out text")
-    axes.legend(handles=lines, fontsize=8)
+    figure.legend(handles=lines, fontsize=8, loc="outside upper center", ncols=len(lines))
     figure.savefig(path, dpi=150)
 
 
