@@ -1,30 +1,39 @@
-"""PoD's Figure 4-(b) and (c) on the demo's model: quality against the proximal tokens and against the cache saved.
+"""PoD's Figure 4 on the demo's model: quality against the gate threshold, the proximal tokens and the cache saved.
 
     python eval/figure4.py
     python eval/figure4.py --recent 28,60,124,252 --kv-savings 0,0.2,0.35,0.45 trainer.max_steps=20
 
-Every point is a run of its own: the recipe (tiny, with key=value overrides) with another `model.recent_size` or
-another `blocks.kv_saving`, post-trained, exported and evaluated as the demo does: digits of pass keys, bits per byte of
-held-out text, bytes of the cache. A sweep that was stopped goes on where it was: finished points are not run again,
-unfinished ones continue from their last checkpoint. Writes figure4.json, figure4.md and three pictures: proximal.png,
-kv_saving.png and cache_bytes.png (all points).
+Every proximal size and every saving is a run of its own: the recipe (tiny, with key=value overrides) with another
+`model.recent_size` or another `blocks.kv_saving`, post-trained, exported and evaluated as the demo does: digits of pass
+keys, bits per byte of held-out text, bytes of the cache. The thresholds tau need no training: they are set on the
+export of the recipe's own sizes, whose last tokens of each text are then decoded one by one, since distant tokens are
+skipped at decode only; of a pass key, that is all digits but the first.
 
-Figure 4-(a), the gate threshold tau, is not drawn: decoding does not skip distant tokens yet.
+A sweep that was stopped goes on where it was: finished points are not run again, unfinished ones continue from their
+last checkpoint. Writes figure4.json, figure4.md and three pictures: tau.png, proximal.png and kv_saving.png.
 """
 
 import argparse
 import dataclasses
 import json
+import math
 import sys
+from functools import partial
 from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedModel
 
 import pod
 from pod.evaluation import models, report
-from pod.evaluation.passkey import passkey_accuracy, passkey_prompts
+from pod.evaluation.passkey import PassKey, generate_greedily, passkey_accuracy, passkey_prompts
 from pod.evaluation.perplexity import perplexity
 from pod.export import export
 from pod.fit import fit
 from pod.recipe import Recipe, RecipeError, load_recipe, output_folder
+from pod_kernels import SkipStats
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1] / "data")]
 import demo  # noqa: E402
@@ -32,6 +41,20 @@ from demo_corpus import standard_library  # noqa: E402
 from perplexity import prepared  # noqa: E402
 
 Point = tuple[int, float]  # recent tokens, kv_saving
+TAU_TEXTS = 8  # held-out samples whose last quarter is decoded token by token
+
+
+@dataclasses.dataclass(frozen=True)
+class Effort:
+    """How much is evaluated at each point; what is compared needs the same.
+
+    Attributes:
+        samples: pass-key prompts for each length and depth.
+        texts: held-out samples for the bits per byte.
+    """
+
+    samples: int = demo.SAMPLES
+    texts: int = demo.TEXTS
 
 
 def points(recipe: Recipe, recent: list[int], savings: list[float]) -> tuple[list[Point], list[Point]]:
@@ -48,37 +71,66 @@ def points(recipe: Recipe, recent: list[int], savings: list[float]) -> tuple[lis
     return [(size, own[1]) for size in sorted(set(recent))], [(own[0], saving) for saving in sorted(set(savings))]
 
 
-def measure(point: Point, overrides: list[str], out: Path) -> dict:
+def point_recipe(point: Point, overrides: list[str], out: Path) -> Recipe:
+    """The recipe of one point; its output is the point's folder."""
+    recent, saving = point
+    folder = out / f"recent{recent}-saving{saving:g}"
+    own = [f"model.recent_size={recent}", f"blocks.kv_saving={saving}", f"output={folder}", "resume=auto"]
+    return load_recipe([*overrides, *own])
+
+
+def earlier(file: Path, settings: dict) -> dict | None:
+    """What an earlier call wrote about a point, None without one.
+
+    Raises:
+        ValueError: it was found with other settings.
+    """
+    if not file.exists():
+        return None
+    found = json.loads(file.read_text(encoding="utf-8"))
+    if found["settings"] != settings:
+        raise ValueError(f"{file} is of another recipe: remove {file.parent}, or sweep into another --out")
+    return found
+
+
+def settings_of(recipe: Recipe, effort: Effort) -> dict:
+    """All that a point's numbers depend on, as JSON gives it back."""
+    return json.loads(json.dumps(dataclasses.asdict(recipe) | dataclasses.asdict(effort)))
+
+
+def keys_in_text(tokenizer, effort: Effort) -> list[PassKey]:
+    """The demo's pass-key prompts."""
+    text = b"\n".join(standard_library()[1]).decode()
+    return [
+        prompt
+        for length in demo.LENGTHS
+        for prompt in passkey_prompts(tokenizer, text, length, demo.DEPTHS, effort.samples)
+    ]
+
+
+def measure(point: Point, overrides: list[str], out: Path, effort: Effort) -> dict:
     """Train, export and evaluate one point, or read what an earlier call found.
 
     Raises:
         ValueError, RecipeError: the point cannot be, or its folder holds one of another recipe.
     """
     recent, saving = point
-    folder = out / f"recent{recent}-saving{saving:g}"
-    own = [f"model.recent_size={recent}", f"blocks.kv_saving={saving}", f"output={folder}", "resume=auto"]
-    recipe = load_recipe([*overrides, *own])
-    settings = json.loads(json.dumps(dataclasses.asdict(recipe)))
+    recipe = point_recipe(point, overrides, out)
+    folder = output_folder(recipe)
+    settings = settings_of(recipe, effort)
     file = folder / "point.json"
-    if file.exists():
-        found = json.loads(file.read_text(encoding="utf-8"))
-        if found["settings"] != settings:
-            raise ValueError(f"{file} is of another recipe: remove {folder}, or sweep into another --out")
+    found = earlier(file, settings)
+    if found is not None:
         return found
     plain = demo.write_data(recipe)
     fit(recipe)
     export(folder, folder / "export", dtype="float32", force=True)
     model, tokenizer = models.load(str(folder / "export"), "cpu", "float32")
-    text = b"\n".join(standard_library()[1]).decode()
-    prompts = [
-        prompt
-        for length in demo.LENGTHS
-        for prompt in passkey_prompts(tokenizer, text, length, demo.DEPTHS, demo.SAMPLES)
-    ]
+    prompts = keys_in_text(tokenizer, effort)
     label = f"recent {recent}, saving {saving:g}"
     digits = passkey_accuracy(model, tokenizer, prompts, 12, label=f"{label}: pass keys")
     far = [score for score, prompt in zip(digits, prompts, strict=True) if prompt.distance > recent]
-    bits = perplexity(model, prepared(plain, demo.TEXTS, 8), 1.0, label=f"{label}: held-out text")
+    bits = perplexity(model, prepared(plain, effort.texts, 8), 1.0, label=f"{label}: held-out text")
     context = recipe.data.sequence_length
     size = demo.measure_cache(model, context)
     config = model.config
@@ -98,18 +150,84 @@ def measure(point: Point, overrides: list[str], out: Path) -> dict:
     return found
 
 
+@torch.no_grad()
+def decoded_loss(model: PreTrainedModel, ids: Tensor, prompt: int, cache: pod.PodCache) -> float:
+    """Nats of the tokens after the first `prompt` + 1, decoded one by one; their sum over rows and tokens.
+
+    Args:
+        model: a PoD model in evaluation mode.
+        ids: [B, T].
+        prompt: tokens of the prefill, 1 to T - 2.
+        cache: an empty one; its `stats` afterwards count these tokens.
+    """
+    given, total = ids[:, :prompt], 0.0
+    for at in range(prompt, ids.shape[1]):
+        logits = model(given, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].float()
+        given = ids[:, at : at + 1]
+        if at > prompt:  # the prefill's own prediction skips nothing
+            total += float(torch.nn.functional.cross_entropy(logits, given[:, 0], reduction="sum"))
+    return total
+
+
+def measure_tau(tau: float, recipe: Recipe, effort: Effort) -> dict:
+    """Quality and distant work saved of a trained point at one threshold, or what an earlier call found.
+
+    Raises:
+        ValueError: tau is not between 0 and 1, or the file is of other settings.
+    """
+    folder = output_folder(recipe)
+    file, settings = folder / f"tau{tau:g}.json", settings_of(recipe, effort)
+    found = earlier(file, settings)
+    if found is not None:
+        return found
+    model, tokenizer = models.load(str(folder / "export"), "cpu", "float32")
+    new_cache = partial(pod.PodCache, model.config, tau=tau)
+    digits = passkey_accuracy(
+        model,
+        tokenizer,
+        keys_in_text(tokenizer, effort),
+        12,
+        lambda model, ids, count: generate_greedily(model, ids, count, new_cache()),
+        f"tau {tau:g}: pass keys",
+    )
+    nats, tokens, stats = 0.0, 0, SkipStats()
+    batches = list(prepared(demo.write_data(recipe), min(effort.texts, TAU_TEXTS), 8))
+    for ids in tqdm(batches, desc=f"tau {tau:g}: held-out text", unit=" batches"):
+        prompt = ids.shape[1] * 3 // 4
+        cache = new_cache(max_length=ids.shape[1])
+        nats += decoded_loss(model, ids, prompt, cache)
+        tokens += ids[:, prompt + 1 :].numel()
+        for field in dataclasses.fields(SkipStats):
+            setattr(stats, field.name, getattr(stats, field.name) + getattr(cache.stats, field.name))
+    found = {
+        "settings": settings,
+        "tau": tau,
+        "passkey": sum(digits) / len(digits),
+        "bits_per_byte": nats / tokens / math.log(2),
+        "tokens": tokens,
+        **dataclasses.asdict(stats),
+        "skipped_share": stats.skipped / max(1, stats.decisions),
+        "unread_share": stats.unread_values / max(1, stats.distant_values),
+    }
+    report.write_json(file, found)
+    return found
+
+
 def draw(found: list[dict], key: str, xlabel: str, path: Path) -> None:
-    """Pass-key digits (left) and bits per byte (right) against one number of the points."""
+    """Pass-key digits and what is skipped (left), bits per byte (right) against one number of the points."""
     figure = report.figure(6, 4)
     axes = figure.add_subplot()
     ordered = sorted(found, key=lambda point: point[key])
     x = [point[key] for point in ordered]
     lines = axes.plot(x, [100 * point["passkey"] for point in ordered], "o-", color="C0", label="pass-key digits")
-    axes.set(xlabel=xlabel, ylabel="pass-key digits right, %", ylim=(0, 100))
+    if key == "tau":
+        skipped = [100 * point["unread_share"] for point in ordered]
+        lines += axes.plot(x, skipped, "^:", color="C2", label="distant values not read")
+    axes.set(xlabel=xlabel, ylabel="%" if key == "tau" else "pass-key digits right, %", ylim=(0, 103))
     other = axes.twinx()
     lines += other.plot(x, [point["bits_per_byte"] for point in ordered], "s--", color="C1", label="bits per byte")
     other.set_ylabel("bits per byte, held-out text")
-    axes.legend(handles=lines, fontsize=8)
+    figure.legend(handles=lines, fontsize=8, loc="outside upper center", ncols=len(lines))
     figure.savefig(path, dpi=150)
 
 
@@ -131,8 +249,31 @@ def table(found: list[dict]) -> str:
     return report.markdown_table([*header, "bits/byte"], rows)
 
 
-def run(overrides: list[str], recent: list[int], savings: list[float], out: Path | None) -> Path:
-    """The whole sweep; returns the folder of the table and the pictures.
+def tau_table(found: list[dict]) -> str:
+    """A line for each threshold."""
+    rows = [
+        [
+            f"{point['tau']:g}",
+            f"{point['skipped_share']:.1%}",
+            f"{point['unread_share']:.1%}",
+            f"{point['passkey']:.1%}",
+            f"{point['bits_per_byte']:.4f}",
+        ]
+        for point in found
+    ]
+    header = ["tau", "query heads that skip", "distant values not read", "pass-key digits", "bits/byte, decoded"]
+    return report.markdown_table(header, rows)
+
+
+def run(
+    overrides: list[str],
+    recent: list[int],
+    savings: list[float],
+    taus: list[float],
+    out: Path | None,
+    effort: Effort = Effort(),
+) -> Path:
+    """The whole sweep; returns the folder of the tables and the pictures.
 
     Raises:
         RecipeError, ValueError: an override or a point that cannot be.
@@ -141,15 +282,24 @@ def run(overrides: list[str], recent: list[int], savings: list[float], out: Path
     recipe = load_recipe(overrides)
     out = output_folder(recipe) / "figure4" if out is None else out
     by_size, by_saving = points(recipe, recent, savings)
-    found = {point: measure(point, overrides, out) for point in dict.fromkeys([*by_size, *by_saving])}
-    report.write_json(out / "figure4.json", {"points": list(found.values())})
-    text = table(list(found.values()))
-    pictures = "\n".join(f"![{name}]({name}.png)" for name in ("proximal", "kv_saving", "cache_bytes"))
+    if not taus or not all(0 <= tau <= 1 for tau in taus):
+        raise ValueError(f"--taus {taus}: at least one, each between 0 (skip all that is distant) and 1")
+    if effort.samples < 1 or effort.texts < 1:
+        raise ValueError("--samples and --texts must be at least 1")
+    own = recipe.model.recent_size, recipe.blocks.kv_saving
+    order = dict.fromkeys([own, *by_size, *by_saving])
+    found = {point: measure(point, overrides, out, effort) for point in order}
+    own_recipe = point_recipe(own, overrides, out)
+    by_tau = [measure_tau(tau, own_recipe, effort) for tau in sorted(set(taus))]
+    report.write_json(out / "figure4.json", {"points": list(found.values()), "taus": by_tau})
+    ordered = sorted(found.values(), key=lambda point: (point["recent"], point["wanted_saving"]))
+    text = f"{tau_table(by_tau)}\n\n{table(ordered)}"
+    pictures = "\n".join(f"![{name}]({name}.png)" for name in ("tau", "proximal", "kv_saving"))
     report.write(out / "figure4.md", f"# PoD's Figure 4\n\n{text}\n\n{pictures}\n")
+    draw(by_tau, "tau", "tau: query heads with at least this gate skip distant tokens", out / "tau.png")
     draw([found[point] for point in by_size], "recent", "recent tokens of the proximal ones", out / "proximal.png")
     draw([found[point] for point in by_saving], "kv_saving", "share of the KV cache saved", out / "kv_saving.png")
-    draw(list(found.values()), "cache_bytes", "bytes of the cache, all points", out / "cache_bytes.png")
-    print(f"\n{text}\nwritten: {out}/figure4.json, figure4.md, proximal.png, kv_saving.png, cache_bytes.png")
+    print(f"\n{text}\nwritten: {out}/figure4.json, figure4.md, tau.png, proximal.png, kv_saving.png")
     return out
 
 
@@ -160,12 +310,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the recipe (recipe=tiny)")
     parser.add_argument("--recent", default="28,60,124,252", help="recent tokens, comma-separated (28,60,124,252)")
     parser.add_argument("--kv-savings", default="0,0.2,0.35,0.43", help="shares, comma-separated (0,0.2,0.35,0.43)")
+    parser.add_argument("--taus", default="0,0.3,0.5,0.7,0.9,1", help="gates, comma-separated (0,0.3,0.5,0.7,0.9,1)")
+    parser.add_argument("--samples", type=int, default=demo.SAMPLES, help="pass keys for each length and depth (8)")
+    parser.add_argument("--texts", type=int, default=demo.TEXTS, help="held-out texts for the bits per byte (96)")
     parser.add_argument("--out", type=Path, help="folder of the runs and the table (figure4 in the recipe's output)")
     options = parser.parse_args(arguments)
     try:
         recent = [int(part) for part in options.recent.split(",") if part]
         savings = [float(part) for part in options.kv_savings.split(",") if part]
-        run(options.overrides, recent, savings, options.out)
+        taus = [float(part) for part in options.taus.split(",") if part]
+        run(options.overrides, recent, savings, taus, options.out, Effort(options.samples, options.texts))
     except (RecipeError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -113,7 +113,7 @@ def run(options: argparse.Namespace) -> None:
         dict.fromkeys(round(length) for length in grid(options.min_length, options.max_length, options.steps))
     )
     depths = [round(depth, 1) for depth in grid(0, 100, options.steps)]
-    text = options.haystack.read_text(encoding="utf-8")
+    text = report.read_text(options.haystack, "--haystack")
     settings = {"ckpt": options.ckpt, "haystack": sha256(text.encode()).hexdigest()}
     runner.settle(options.out, settings)
     model, tokenizer = models.load(options.ckpt)

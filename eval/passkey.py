@@ -4,10 +4,18 @@
     python eval/passkey.py --ckpt exports/dense exports/tiny --depths 5 --samples 16
     python eval/passkey.py --ckpt exports/llama3-32k --phrase sentence --text book.txt --lengths 4096,16384,32768
     python eval/passkey.py --ckpt exports/tiny --lengths 512,1016 --eviction snapkv:budget=256+h2o:budget=256
+    python eval/passkey.py --ckpt exports/llama31-128k --protocol cascade --batch-size 1 \\
+        --eviction cascade:budget=65536,num_cascades=8+streamingllm:budget=65600,sinks=64
 
 Each prompt is generated from with the model's own cache, and with a cache of each eviction method, where the question
-is in the observation window. Writes passkey.json (by checkpoint and method) and passkey.png (a heat map of lengths and
-depths for each) and prints a table.
+is in the observation window. What is counted is digits in their place, of which a random guess gets 10 %.
+
+`--protocol cascade` is that of the cascading KV cache's paper (arXiv 2406.17808, section 4.3): random English words, a
+key at a random point of each of five ranges of depth, 20 keys for each range and length, 32K to 1M tokens doubling, the
+sentence as the phrase; each of these can be set to another value.
+
+Writes passkey.json (by checkpoint and method) and passkey.png (a heat map of lengths and depths for each) and prints a
+table.
 """
 
 import argparse
@@ -15,10 +23,16 @@ import sys
 from pathlib import Path
 
 from pod import eviction
-from pod.evaluation import models, report
+from pod.evaluation import models, report, ruler
 from pod.evaluation.passkey import PHRASES, generate_greedily, passkey_accuracy, passkey_prompts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))
+
+
+PROTOCOLS: dict[str, dict] = {
+    "grid": {"lengths": [256, 512, 1024], "depths": 11, "samples": 8, "phrase": "key"},
+    "cascade": {"lengths": [2**n for n in range(15, 21)], "depths": 5, "samples": 20, "phrase": "sentence"},
+}
 
 
 def default_text() -> str:
@@ -43,11 +57,16 @@ def evaluate(
     batch_size: int,
     seed: int,
     methods: list[eviction.Eviction | eviction.StoragePolicy] | None = None,
+    protocol: str = "grid",
 ) -> dict:
     """Accuracy of each checkpoint, without eviction and with each of the methods.
 
+    `depths` of the protocol "cascade" are ranges that share the prompt evenly, in random words of the text; of "grid"
+    they are points from beginning to end, between lines of the text.
+
     Returns:
-        lengths, depths, and models[checkpoint][method]: `accuracy` [lengths][depths], `mean`, and for each prompt its
+        lengths, depths (points, or [from, to]), and models[checkpoint][method]: `accuracy` [lengths][depths], `mean`,
+        and for each prompt its
         length, distance and score. The method is "none" without eviction.
 
     Raises:
@@ -55,8 +74,13 @@ def evaluate(
     """
     if depths < 2 or samples < 1 or batch_size < 1:
         raise ValueError("--depths must be at least 2, --samples and --batch-size at least 1")
-    places = [index / (depths - 1) for index in range(depths)]
+    by_range = protocol == "cascade"
+    if by_range:
+        places = [(index / depths, (index + 1) / depths) for index in range(depths)]
+    else:
+        places = [index / (depths - 1) for index in range(depths)]
     result: dict = {
+        "protocol": protocol,
         "lengths": lengths,
         "depths": places,
         "samples": samples,
@@ -66,24 +90,26 @@ def evaluate(
     }
     for ckpt in ckpts:
         model, tokenizer = models.load(ckpt)
-        prompts = {n: passkey_prompts(tokenizer, text, n, places, samples, phrase, seed=seed) for n in lengths}
-        result["models"][ckpt] = {}
-        for variant in models.variants(model, methods):
-            accuracy, prompts_written = [], []
+        variants = models.variants(model, methods)
+        found = {variant.name: {"accuracy": [], "mean": 0.0, "prompts": []} for variant in variants}
+        result["models"][ckpt] = found
+        for length in lengths:  # the prompts of one length at a time: a hundred of a million tokens are enough to hold
+            asked = passkey_prompts(tokenizer, text, length, places, samples, phrase, seed=seed, words=by_range)
+            for variant in variants:
 
-            def generate(model, input_ids, count, factory=variant.cache_factory):
-                return generate_greedily(model, input_ids, count, factory and factory(model))
+                def generate(model, input_ids, count, factory=variant.cache_factory):
+                    return generate_greedily(model, input_ids, count, factory and factory(model))
 
-            for length, asked in prompts.items():
                 label = f"{label_of(ckpt, variant.name)} at {length}"
                 scores = passkey_accuracy(variant.model, tokenizer, asked, batch_size, generate, label)
-                accuracy.append([sum(scores[d * samples : (d + 1) * samples]) / samples for d in range(depths)])
-                prompts_written += [
+                cells = [sum(scores[d * samples : (d + 1) * samples]) / samples for d in range(depths)]
+                found[variant.name]["accuracy"].append(cells)
+                found[variant.name]["prompts"] += [
                     {"length": length, "depth": p.depth, "distance": p.distance, "score": s}
                     for p, s in zip(asked, scores, strict=True)
                 ]
-            mean = sum(map(sum, accuracy)) / (len(prompts) * depths)
-            result["models"][ckpt][variant.name] = {"accuracy": accuracy, "mean": mean, "prompts": prompts_written}
+        for values in found.values():
+            values["mean"] = sum(map(sum, values["accuracy"])) / (len(lengths) * depths)
     return result
 
 
@@ -104,7 +130,10 @@ def draw(result: dict, path: Path) -> None:
     figure = report.figure(1.5 + 0.55 * len(result["depths"]), count * (1.0 + 0.35 * len(result["lengths"])))
     for index, (label, values) in enumerate(maps.items()):
         axes = figure.add_subplot(count, 1, index + 1)
-        columns = [f"{depth:.0%}" for depth in result["depths"]]
+        columns = [
+            f"{depth[0]:.0%} to {depth[1]:.0%}" if isinstance(depth, tuple) else f"{depth:.0%}"
+            for depth in result["depths"]
+        ]
         rows = [str(length) for length in result["lengths"]]
         cells = [[100 * value for value in row] for row in values["accuracy"]]
         report.heat_map(axes, cells, rows, columns, f"{label}: pass-key digits right, %")
@@ -115,18 +144,34 @@ def draw(result: dict, path: Path) -> None:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ckpt", nargs="+", required=True, help="exported models (directories or hub ids)")
-    parser.add_argument("--lengths", type=numbers, default=[256, 512, 1024], help="tokens, comma-separated")
-    parser.add_argument("--depths", type=int, default=11, help="depths, evenly from beginning to end (11)")
-    parser.add_argument("--samples", type=int, default=8, help="prompts for each length and depth (8)")
-    parser.add_argument("--phrase", choices=list(PHRASES), default="key", help="how keys are stated and asked for")
-    parser.add_argument("--text", type=Path, nargs="+", help="UTF-8 files to hide keys in (held-out Python modules)")
+    parser.add_argument("--protocol", choices=list(PROTOCOLS), default="grid", help="cascade: see above (grid)")
+    parser.add_argument(
+        "--lengths", type=numbers, help="tokens, comma-separated (256,512,1024; cascade: 32768 doubling to 1048576)"
+    )
+    parser.add_argument("--depths", type=int, help="depths, evenly from beginning to end (11), or ranges (cascade: 5)")
+    parser.add_argument("--samples", type=int, help="prompts for each length and depth (8; cascade: 20)")
+    parser.add_argument(
+        "--phrase", choices=list(PHRASES), help="how keys are stated and asked for (key; cascade: sentence)"
+    )
+    parser.add_argument(
+        "--text",
+        type=Path,
+        nargs="+",
+        help="UTF-8 files to hide keys in, or whose words to take (held-out Python modules; cascade: some 350 words)",
+    )
     models.add_eviction(parser)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--batch-size", type=int, default=8, help="prompts generated at once (8)")
+    parser.add_argument("--seed", type=int, default=0, help="of keys and text (0)")
     parser.add_argument("--out", type=Path, default=report.default_folder("passkey"), help="folder of what is written")
     options = parser.parse_args(arguments)
+    for name, value in PROTOCOLS[options.protocol].items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
     try:
-        text = "".join(path.read_text(encoding="utf-8") for path in options.text) if options.text else default_text()
+        if options.text:
+            text = "".join(report.read_text(path, "--text") for path in options.text)
+        else:
+            text = default_text() if options.protocol == "grid" else " ".join(ruler.ADJECTIVES + ruler.NOUNS)
         result = evaluate(
             options.ckpt,
             text,
@@ -137,6 +182,7 @@ def main(arguments: list[str] | None = None) -> int:
             options.batch_size,
             options.seed,
             options.eviction,
+            options.protocol,
         )
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -154,7 +154,7 @@ def main(arguments: list[str] | None = None) -> int:
         help="tokens of a stretch of --text (1024); `all`: each file from beginning to end",
     )
     parser.add_argument("--limit", type=int, default=64, help="at most so many samples, stretches or files (64)")
-    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--batch-size", type=int, default=8, help="samples or stretches at once (8)")
     parser.add_argument("--stream", type=int, metavar="N", help="through the cache, N tokens at a time")
     models.add_eviction(parser)
     parser.add_argument("--evicting-only", action="store_true", help="without the row of no eviction")
@@ -165,7 +165,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         texts = []
         if options.data is None:
-            texts = [p.read_text(encoding="utf-8") for p in options.text] if options.text else [default_text()]
+            texts = [report.read_text(path, "--text") for path in options.text] if options.text else [default_text()]
         results = evaluate(
             options.ckpt,
             options.data,

@@ -152,7 +152,7 @@ def run(options: argparse.Namespace) -> list[dict]:
     """
     if options.depths < 2 or min(options.samples, options.texts, options.batch_size, options.stream) < 1:
         raise ValueError("--depths must be at least 2, --samples, --texts, --batch-size and --stream at least 1")
-    text = "".join(path.read_text(encoding="utf-8") for path in options.text) if options.text else default_text()
+    text = "".join(report.read_text(path, "--text") for path in options.text) if options.text else default_text()
     names = ("length", "depths", "samples", "texts", "stream", "phrase", "seed")
     settings = {name: getattr(options, name) for name in names} | {"text": sha256(text.encode()).hexdigest()}
     runner.settle(options.out, settings)
@@ -236,8 +236,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--stream", type=int, default=64, metavar="N", help="tokens of a text fed at a time (64)")
     parser.add_argument("--phrase", choices=list(PHRASES), default="key", help="how keys are stated and asked for")
     parser.add_argument("--text", type=Path, nargs="+", help="UTF-8 files for both (held-out Python modules)")
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--batch-size", type=int, default=8, help="prompts generated at once (8)")
+    parser.add_argument("--seed", type=int, default=0, help="of keys and text (0)")
     parser.add_argument(
         "--out", type=Path, default=report.default_folder("trade_off"), help="folder of what is written"
     )

@@ -3,6 +3,9 @@
 The text is cut into lines; the key's line stands between two of them at the wanted depth, and the prompt ends with the
 beginning of the line that repeats the key. The model then generates. Other keys may be spread over the text, so that
 names matter too. Every prompt of one length has exactly that many tokens, so that a batch needs no padding.
+
+The cascading KV cache's paper (arXiv 2406.17808, section 4.3) hides the key among random words instead, at a random
+point of each of five ranges of depth, in 32K to 1M tokens: `words`, and depths that are ranges.
 """
 
 import random
@@ -47,11 +50,12 @@ def passkey_prompts(
     tokenizer: PreTrainedTokenizerBase,
     text: str,
     length: int,
-    depths: Sequence[float],
+    depths: Sequence[float | tuple[float, float]],
     samples: int,
     phrase: str = "key",
     distractors: int = 0,
     seed: int = 0,
+    words: bool = False,
 ) -> list[PassKey]:
     """Prompts of exactly `length` tokens, `samples` for each depth, in the order of `depths`.
 
@@ -59,21 +63,27 @@ def passkey_prompts(
         tokenizer: of the model that is asked.
         text: what the keys are hidden in; each prompt takes another stretch of its lines.
         length: tokens of a prompt.
-        depths: where the keys are stated, each in [0, 1].
+        depths: where the keys are stated, each in [0, 1]; of a range (from, to), each prompt draws its own.
         samples: prompts for each depth.
         phrase: a name in `PHRASES`.
         distractors: other keys stated and never asked for, spread over the text.
         seed: of the keys, the stretches of text and the places of the distractors.
+        words: fill with the text's words, drawn at random with equal chances, instead of with its lines in order.
 
     Raises:
         ValueError: an unknown phrase, a depth outside [0, 1], no text, or a length that the key lines alone exceed.
     """
     if phrase not in PHRASES:
         raise ValueError(f"phrase {phrase!r} is not known: {', '.join(PHRASES)}")
-    if not all(0 <= depth <= 1 for depth in depths):
+    ranges = [depth if isinstance(depth, tuple) else (depth, depth) for depth in depths]
+    if not all(0 <= first <= last <= 1 for first, last in ranges):
         raise ValueError(f"depths {list(depths)}: each lies between 0 (the beginning) and 1 (the end)")
     stated, asked = PHRASES[phrase]
-    lines = [line for line in text.splitlines(keepends=True) if line.strip()]
+    if words:
+        stated, asked = f"\n{stated}", f"\n{asked}"  # lines of their own there too
+        lines = [f" {word}" for word in sorted({word for word in text.split() if word.isalpha()})]
+    else:
+        lines = [line if line.endswith("\n") else line + "\n" for line in text.splitlines(True) if line.strip()]
     if not lines:
         raise ValueError("the text to hide keys in is empty")
 
@@ -84,8 +94,9 @@ def passkey_prompts(
     all_names = [a + b for a in string.ascii_lowercase for b in string.ascii_lowercase]
     tokenised: dict[int, list[int]] = {}
     prompts = []
-    for number, depth in enumerate(depth for depth in depths for _ in range(samples)):
+    for number, (first, last) in enumerate(bounds for bounds in ranges for _ in range(samples)):
         generator = random.Random(f"passkey-{seed}-{length}-{number}")
+        depth = first if first == last else generator.uniform(first, last)
         names = generator.sample(all_names, distractors + 1)
         values = [str(generator.randrange(10 ** (DIGITS - 1), 10**DIGITS)) for _ in names]
         keys = [tokens(stated.format(name=n, value=v)) for n, v in zip(names, values, strict=True)]
@@ -93,16 +104,17 @@ def passkey_prompts(
         room = length - len(start) - len(question) - sum(map(len, keys))
         if room < 0:
             raise ValueError(f"length {length}: the key lines and the question alone take {length - room} tokens")
-        # Lines that fill the room; the first of them is cut so that they fill it exactly.
+        # Lines or words that fill the room; the first of them is cut so that they fill it exactly.
         filling: list[list[int]] = []
         at = generator.randrange(len(lines))
         while room > 0:
             if at not in tokenised:
-                tokenised[at] = tokens(lines[at] if lines[at].endswith("\n") else lines[at] + "\n")
+                tokenised[at] = tokens(lines[at])
             filling.append(tokenised[at][-room:])
             room -= len(filling[-1])
-            at = (at + 1) % len(lines)
-        if len(filling[-1]) < len(tokenised[(at - 1) % len(lines)]):
+            whole = len(filling[-1]) == len(tokenised[at])
+            at = generator.randrange(len(lines)) if words else (at + 1) % len(lines)
+        if filling and not whole:
             filling.insert(0, filling.pop())
         places = [_place(filling, depth)]
         places += [generator.randrange(len(filling) + 1) for _ in range(distractors)]

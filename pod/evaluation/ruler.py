@@ -6,6 +6,9 @@ texts are drawn here, so single samples differ from the authors'.
 
 A prompt is filled up to its length in whole words: the last line of the haystack is usually cut short, where the
 authors' scripts leave up to one whole line empty. Prompts of 1K tokens are then within 2 % too.
+
+A needle task that asks for one value can be worded in a phrase of `pod.evaluation.passkey` instead, for a model that
+knows no English question (`phrase`). Such scores are not the benchmark's, and whoever prints them says so.
 """
 
 import bisect
@@ -24,6 +27,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from pod.evaluation import metrics
+from pod.evaluation.passkey import DIGITS, PHRASES
 from pod.evaluation.runner import Request, tokenise
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.".split()
@@ -86,6 +90,7 @@ _QA = (
     "Question: {query}"
 )
 _HOPS = 4  # of a chain of variables
+_PHRASE_NEW_TOKENS = 48  # a phrase is answered by the value at once; a uuid takes 36 bytes
 _DEPTHS = 40  # in how many steps the depths of needles in a text are drawn
 
 
@@ -134,6 +139,7 @@ class Setting:
         room: tokens of the prompt.
         count: text -> tokens.
         source: the text or the questions that the task needs.
+        phrase: how needles are worded, see `make_requests`.
     """
 
     index: int
@@ -141,6 +147,7 @@ class Setting:
     room: int
     count: Callable[[str], int]
     source: Haystack | Questions | None = None
+    phrase: str | None = None
 
 
 # A maker turns (random numbers, size, setting) into (question, answer prefix, wanted strings). What is asked for does
@@ -157,12 +164,14 @@ class Task:
         max_new_tokens: room for the answer.
         match: how it is scored, see `metrics.ruler`.
         needs: "haystack", "squad" or "hotpotqa" where it needs that.
+        has_phrases: it asks for the value of one needle, and can be worded in another phrase.
     """
 
     make: Callable[[random.Random, int, Setting], Made]
     max_new_tokens: int
     match: str = "all"
     needs: str | None = None
+    has_phrases: bool = False
 
 
 def _niah(
@@ -176,20 +185,25 @@ def _niah(
     def make(draw: random.Random, size: int, setting: Setting) -> Made:
         chosen: list[str] = []
         while len(chosen) < keys:
-            key = _random(draw, key_kind)
+            key = _random(draw, key_kind, setting.phrase)
             if key not in chosen:
                 chosen.append(key)
-        hidden = {key: [_random(draw, value_kind) for _ in range(values)] for key in chosen}
-        needles = [_needle(value_kind, key, value) for key in chosen for value in hidden[key]]
+        hidden = {key: [_random(draw, value_kind, setting.phrase) for _ in range(values)] for key in chosen}
+        needles = [_needle(value_kind, key, value, setting.phrase) for key in chosen for value in hidden[key]]
         draw.shuffle(needles)
         asked = draw.sample(chosen, queries)
         if hay == "essay":
-            context = _hide_in_text(draw, size, setting.source, needles)
+            # A phrase's needle is a line of its own.
+            lines = needles if setting.phrase is None else [f"\n{needle}\n" for needle in needles]
+            context = _hide_in_text(draw, size, setting.source, lines)
         else:
             lines = _noise(size)
             if hay == "needle":
                 lines = _other_needles(draw, size, setting, key_kind, value_kind, chosen)
             context = "\n".join(_insert(draw, lines, needles))
+        if setting.phrase is not None:
+            (key,) = asked
+            return context + "\n", PHRASES[setting.phrase][1].format(name=key), hidden[key]
         many = queries * values > 1
         words = {
             "kind": value_kind if many else value_kind[:-1],
@@ -201,19 +215,25 @@ def _niah(
         wanted = [value for key in asked for value in hidden[key]]
         return _NIAH.format(context=context, **words), _NIAH_PREFIX.format(**words), wanted
 
-    return Task(make, 128, needs="haystack" if hay == "essay" else None)
+    return Task(make, 128, needs="haystack" if hay == "essay" else None, has_phrases=queries * values == 1)
 
 
-def _random(draw: random.Random, kind: str) -> str:
+def _random(draw: random.Random, kind: str, phrase: str | None) -> str:
+    """A key or a value. In a phrase they are those of its pass keys, two letters and five digits; uuids stay uuids."""
     if kind == "numbers":
-        return str(draw.randint(10**6, 10**7 - 1))
+        digits = 7 if phrase is None else DIGITS
+        return str(draw.randint(10 ** (digits - 1), 10**digits - 1))
+    if kind == "words" and phrase is not None:
+        return "".join(draw.choices(string.ascii_lowercase, k=2))
     if kind == "words":
         return f"{draw.choice(ADJECTIVES)}-{draw.choice(NOUNS)}"
     return str(uuid.UUID(int=draw.getrandbits(128), version=4))
 
 
-def _needle(kinds: str, key: str, value: str) -> str:
-    return _NEEDLE.format(kinds=kinds, key=key, value=value)
+def _needle(kinds: str, key: str, value: str, phrase: str | None) -> str:
+    if phrase is None:
+        return _NEEDLE.format(kinds=kinds, key=key, value=value)
+    return PHRASES[phrase][0].format(name=key, value=value).removesuffix("\n")
 
 
 def _noise(size: int) -> list[str]:
@@ -228,10 +248,10 @@ def _other_needles(
     """Lines that look like the needles, with other keys; what is left of `size` words becomes noise."""
 
     def line() -> str:
-        key = _random(draw, key_kind)
+        key = _random(draw, key_kind, setting.phrase)
         while key in taken:
-            key = _random(draw, key_kind)
-        return _needle(value_kind, key, _random(draw, value_kind))
+            key = _random(draw, key_kind, setting.phrase)
+        return _needle(value_kind, key, _random(draw, value_kind, setting.phrase), setting.phrase)
 
     # How many words of noise are as long as a line, in tokens: so size grows evenly.
     weight = max(1, round(setting.count(line()) * 10 * len(NOISE) / setting.count(" ".join(NOISE * 10))))
@@ -378,24 +398,31 @@ TASKS = {
 }
 
 
-def resolve_tasks(names: Sequence[str] | None, given: set[str]) -> list[str]:
+def resolve_tasks(names: Sequence[str] | None, given: set[str], phrase: str | None = None) -> list[str]:
     """The named tasks; without names, all that can be made from what is given.
 
     Args:
         names: of `TASKS`.
         given: of "haystack", "squad", "hotpotqa".
+        phrase: see `make_requests`.
 
     Raises:
-        ValueError: an unknown task, with the closest valid one; a task whose text or questions are not given.
+        ValueError: an unknown task, with the closest valid one; a task whose text or questions are not given; an
+            unknown phrase, a task that cannot be worded in it.
     """
+    if phrase is not None and phrase not in PHRASES:
+        raise ValueError(f"--phrase {phrase!r} is not known: {', '.join(PHRASES)}")
+    worded = [name for name, task in TASKS.items() if phrase is None or task.has_phrases]
     if names is None:
-        return [name for name, task in TASKS.items() if task.needs is None or task.needs in given]
+        return [name for name in worded if TASKS[name].needs in {None, *given}]
     for name in names:
         if name not in TASKS:
             close = get_close_matches(name, TASKS, n=1) or list(TASKS)
             raise ValueError(f"{name!r} is no task of RULER; did you mean {', '.join(close)}?")
         if TASKS[name].needs not in {None, *given}:
             raise ValueError(f"{name} needs --{TASKS[name].needs} FILE")
+        if name not in worded:
+            raise ValueError(f"--phrase {phrase} has no words for {name}, only for {', '.join(worded)}")
     return list(dict.fromkeys(names))
 
 
@@ -407,6 +434,7 @@ def make_requests(
     *,
     seed: int = 0,
     source: Haystack | Questions | None = None,
+    phrase: str | None = None,
 ) -> list[Request]:
     """The prompts of one task at one length, each with its answer prefix at the end.
 
@@ -419,18 +447,22 @@ def make_requests(
         samples: how many.
         seed: of everything random.
         source: a `Haystack` for the tasks that need one, `read_squad`'s for qa_1, `read_hotpotqa`'s for qa_2.
+        phrase: a name in `passkey.PHRASES`: needles that ask for one value stand and are asked for in it, with names
+            of two letters and numbers of five digits, and 48 tokens have room for the answer; None is the
+            benchmark's wording.
 
     Returns:
         Requests whose record is {"answers", "tokens"}; tokens as the length counts them.
 
     Raises:
-        ValueError: unknown task, a text that it needs is missing, a length that does not hold the question.
+        ValueError: unknown task or phrase, a text that it needs is missing, a length that does not hold the question.
     """
-    resolve_tasks([task], {"haystack", "squad", "hotpotqa"} if source is not None else set())
+    resolve_tasks([task], {"haystack", "squad", "hotpotqa"} if source is not None else set(), phrase)
     kind = TASKS[task]
     if samples < 1:
         raise ValueError(f"--samples must be at least 1, got {samples}")
     chat = bool(tokenizer.chat_template)
+    new_tokens = kind.max_new_tokens if phrase is None else _PHRASE_NEW_TOKENS
 
     def prompt(made: Made) -> str:
         question, prefix, _ = made
@@ -444,7 +476,7 @@ def make_requests(
 
     requests = []
     for index in range(samples):
-        setting = Setting(index, length, length - kind.max_new_tokens, count, source)
+        setting = Setting(index, length, length - new_tokens, count, source, phrase)
 
         def make(size: int, setting: Setting = setting) -> tuple[int, Made]:
             made = kind.make(random.Random(f"{seed} {task} {length} {setting.index}"), size, setting)
@@ -452,15 +484,15 @@ def make_requests(
 
         tokens, made = fit(make, setting.room)
         if tokens > setting.room or kind is TASKS["fwe"] and not _told_apart(made):
-            need = f"at least {tokens + kind.max_new_tokens} tokens" if tokens > setting.room else "more tokens"
+            need = f"at least {tokens + new_tokens} tokens" if tokens > setting.room else "more tokens"
             raise ValueError(f"{task} does not fit into {length} tokens with this tokenizer: {need} are needed")
         requests.append(
             Request(
                 key=str(index),
                 text=prompt(made),
-                max_new_tokens=kind.max_new_tokens,
+                max_new_tokens=new_tokens,
                 special_tokens=not chat,
-                record={"answers": made[2], "tokens": tokens + kind.max_new_tokens},
+                record={"answers": made[2], "tokens": tokens + new_tokens},
             )
         )
     return requests
@@ -560,6 +592,8 @@ def _questions(path: str | Path, items: list, numbers: dict[str, int]) -> Questi
 def _read_json(path: str | Path) -> Any:
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}; give the path of the data set's JSON file") from error
     except ValueError as error:
         raise ValueError(f"{path}: broken JSON: {error}") from error
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 import pod
 from pod.evaluation import longbench, runner
+from pod.evaluation import models as evaluated
 from pod.evaluation.runner import Predictions, Request, predict
 
 ROOT = Path(__file__).parent.parent.parent
@@ -441,9 +442,24 @@ def run_script(arguments: list[str], **environment: str) -> subprocess.Popen:
     )
 
 
+@pytest.fixture(scope="module")
+def demo_ckpt(tmp_path_factory):
+    """The demo's base model as a PoD model whose layers share in pairs, in float32: batches round alike."""
+    model, tokenizer = evaluated.load(str(ROOT / "checkpoints" / "tiny-base"), "cpu", "float32")
+    layers, heads = model.config.num_hidden_layers, model.config.num_key_value_heads
+    blocks = pod.LayerBlocks([[layer - layer % 2] * heads for layer in range(layers)])
+    folder = tmp_path_factory.mktemp("demo") / "demo"
+    pod.convert(model, blocks, sink_size=4, recent_size=20).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 @pytest.mark.slow
-def test_killed_and_resumed_by_two_processes_equals_one_process(ckpt, tmp_path):
-    """SIGKILL in the middle of a run, then two processes at once: every sample once, the scores of one whole run."""
+@pytest.mark.parametrize("name", ["ckpt", "demo_ckpt"])
+def test_killed_and_resumed_by_two_processes_equals_one_process(name, request, tmp_path):
+    """SIGKILL in the middle of a run, then two processes at once in batches: every sample once, and the predictions
+    and scores of one whole run of single prompts."""
+    ckpt = request.getfixturevalue(name)
     tasks = ["hotpotqa"]
     data = write_data(tmp_path / "data", tasks, 12)
     options = ["--tasks", *tasks]
@@ -451,7 +467,7 @@ def test_killed_and_resumed_by_two_processes_equals_one_process(ckpt, tmp_path):
     reference = run_script(arguments(ckpt, data, whole, *options))
     process = run_script(arguments(ckpt, data, cut, *options))
     part = cut / "hotpotqa.part0.jsonl"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600  # only so that it ends
     while not (part.exists() and part.read_bytes().count(b"\n") >= 3):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
@@ -459,6 +475,7 @@ def test_killed_and_resumed_by_two_processes_equals_one_process(ckpt, tmp_path):
     process.wait()
     before = part.read_bytes()
     assert 3 <= before.count(b"\n") < 12
+    options += ["--batch-size", "3"]
     both = [run_script(arguments(ckpt, data, cut, *options), RANK=str(rank), WORLD_SIZE="2") for rank in (0, 1)]
     assert [process.wait() for process in (*both, reference)] == [0, 0, 0]
     for task in tasks:

@@ -1,7 +1,9 @@
 """Pass-key prompts and their scoring, perplexity, and the two scripts."""
 
+import importlib.util
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +17,7 @@ import pod
 from pod.evaluation import models
 from pod.evaluation.passkey import PHRASES, generate_greedily, passkey_accuracy, passkey_prompts
 from pod.evaluation.perplexity import perplexity, token_losses
-from pod.evaluation.report import markdown_table
+from pod.evaluation.report import markdown_table, read_text
 
 ROOT = Path(__file__).parents[2]
 TEXT = "".join(f"def function_{n}(x):\n    return x * {n % 7}\n\n" for n in range(200))
@@ -84,9 +86,38 @@ def test_prompts_have_the_length_the_key_and_the_distance_they_say(tokenizer, ph
     assert prompts != passkey_prompts(tokenizer, TEXT, length, depths, 3, phrase, 2, seed=6)
 
 
+def test_keys_among_random_words_in_ranges_of_depth(tokenizer):
+    """The Cascade paper's: the prompt is words and one sentence, and the keys of a range lie all over it."""
+    words = ["lake", "river", "stone", "tree", "wind"]
+    ranges = [(index / 5, (index + 1) / 5) for index in range(5)]
+    text = " ".join(words * 3) + "\n7 x7 -"
+    prompts = passkey_prompts(tokenizer, text, 700, ranges, samples=20, phrase="sentence", words=True)
+    stated, asked = PHRASES["sentence"]
+    orders = set()
+    for number, prompt in enumerate(prompts):
+        first, last = ranges[number // 20]
+        assert first <= prompt.depth <= last and len(prompt.input_ids) == 700
+        text = tokenizer.decode(prompt.input_ids)
+        name = text.removesuffix(" is")[-2:]
+        line, question = "\n" + stated.format(name=name, value=prompt.value), "\n" + asked.format(name=name)
+        assert text.endswith(question) and text.count(line) == 1
+        before, after = text.removesuffix(question).split(line)
+        assert abs(len(before) - prompt.depth * len(before + after)) <= 6, "no further off than half a word"
+        assert prompt.distance == len(after) + len(question)
+        cut, *rest = (before + after).split(" ")
+        assert set(rest) == set(words) and (cut == "" or any(word.endswith(cut) for word in words))
+        orders.add(tuple(rest))
+    assert len(orders) == 100
+    depths = sorted(prompt.depth for prompt in prompts)
+    assert max(b - a for a, b in zip(depths, depths[1:], strict=False)) < 0.1
+    assert [p.depth for p in passkey_prompts(tokenizer, TEXT, 300, [(0.5, 0.5), 0.5], 1)] == [0.5, 0.5]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"depths": [(0.6, 0.4)]}, "between 0"),
+        ({"text": "1 2 -", "words": True}, "empty"),
         ({"phrase": "riddle"}, "'riddle' is not known"),
         ({"depths": [1.5]}, "between 0"),
         ({"text": " \n"}, "empty"),
@@ -192,6 +223,17 @@ def test_a_training_run_is_not_a_model(tmp_path):
         models.load(str(tmp_path / "absent"))
 
 
+def test_a_text_that_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "latin").write_bytes(b"caf\xe9")
+    for name, message in (
+        ("nowhere", "there is no such file; give the path of a UTF-8 text file"),
+        (".", "Is a directory; give"),
+        ("latin", r"not UTF-8 \(unexpected end of data at byte 3\); convert it"),
+    ):
+        with pytest.raises(ValueError, match=f"--text {re.escape(str(tmp_path / name))}: {message}"):
+            read_text(tmp_path / name, "--text")
+
+
 def test_table_lines_up():
     assert markdown_table(["a", "bb"], [["xyz", "1"]]) == "| a   | bb |\n|-----|---:|\n| xyz |  1 |"
 
@@ -216,6 +258,31 @@ def test_passkey_script(ckpt, tmp_path):
     assert "| shared |" in done.stdout
     failed = run_script("passkey.py", "--ckpt", tmp_path / "nothing", *options)
     assert failed.returncode == 2 and "no model" in failed.stderr and "Traceback" not in failed.stderr
+
+
+def test_the_cascade_papers_protocol(ckpt, tmp_path, capsys, monkeypatch):
+    spec = importlib.util.spec_from_file_location("eval_passkey", ROOT / "eval" / "passkey.py")
+    script = importlib.util.module_from_spec(spec)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    spec.loader.exec_module(script)
+    protocol = script.PROTOCOLS["cascade"]
+    assert protocol["lengths"] == [32768, 65536, 131072, 262144, 524288, 1048576]
+    assert len(protocol["lengths"]) * protocol["depths"] * protocol["samples"] == 600, "the paper's retrievals"
+    method = "cascade:budget=64,sinks=8,num_cascades=8,stride=32"
+    arguments = ["--ckpt", str(ckpt), "--protocol", "cascade", "--eviction", method, "--out", str(tmp_path)]
+    assert script.main([*arguments, "--lengths", "200,400", "--samples", "2", "--batch-size", "10"]) == 0
+    result = json.loads((tmp_path / "passkey.json").read_text())
+    assert result["phrase"] == "sentence" and result["samples"] == 2
+    assert result["depths"] == [[0, 0.2], [0.2, 0.4], [0.4, 0.6], [0.6, 0.8], [0.8, 1]]
+    for name in ("none", method):
+        found = result["models"][str(ckpt)][name]
+        assert [len(row) for row in found["accuracy"]] == [5, 5]
+        prompts = found["prompts"]
+        assert [p["length"] for p in prompts] == [200] * 10 + [400] * 10
+        assert found["mean"] == pytest.approx(sum(p["score"] for p in prompts) / 20)
+        for p, (low, high) in zip(prompts, [bounds for bounds in result["depths"] for _ in range(2)] * 2, strict=True):
+            assert low <= p["depth"] <= high
+    assert "200 tokens | 400 tokens" in capsys.readouterr().out
 
 
 def test_perplexity_script(ckpt, tmp_path):

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import random
 import re
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -122,6 +123,28 @@ def test_the_wording_of_one_and_of_several_needles(words):
     assert re.fullmatch(r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}", uuids[0])
 
 
+@pytest.mark.parametrize("task", [name for name, task in ruler.TASKS.items() if task.has_phrases])
+def test_a_needle_in_the_words_of_a_pass_key(tokenizer, task):
+    """The demo's model knows these only: lines `#key ab=48213`, asked for by `#get ab=`."""
+    value = r"[0-9a-f-]{36}" if task in ("niah_single_3", "niah_multikey_3") else r"\d{5}"
+    for request in make(tokenizer, task, 1024, 3, phrase="key"):
+        tokens = len(request.text.encode()) + 48
+        assert 0.98 * 1024 <= tokens <= 1024 and request.record["tokens"] == tokens
+        *lines, asked = request.text.split("\n")
+        name = re.fullmatch(r"#get (\S+)=", asked)[1]
+        assert len(name) == (36 if task == "niah_multikey_3" else 2)
+        stated = [re.fullmatch(rf"#key (\S+)=({value})", line) for line in lines if line.startswith("#key")]
+        assert [found[2] for found in stated if found[1] == name] == request.record["answers"]
+        assert (len(stated) == 1) == task.startswith("niah_single"), "the others hide further keys"
+        assert "magic" not in request.text
+
+
+def test_the_other_phrase_is_taken_too(words):
+    (request,) = make(words, "niah_single_2", 512, phrase="sentence")
+    name = re.search(r"What is the pass key of ([a-z]{2})\? The pass key of \1 is$", request.text)[1]
+    assert f"The pass key of {name} is {request.record['answers'][0]}. Remember it" in request.text
+
+
 def test_needles_stand_between_sentences_at_all_depths(words):
     depths = []
     for request in make(words, "niah_single_2", 4096, 20):
@@ -227,6 +250,10 @@ def test_questions_over_documents(words, tmp_path):
 )
 def test_wrong_question_files_are_named(tmp_path, read, content, message):
     path = tmp_path / "file.json"
+    with pytest.raises(
+        ValueError, match=r"file\.json: No such file or directory; give the path of the data set's JSON"
+    ):
+        read(path)
     path.write_text(content)
     with pytest.raises(ValueError, match=rf"file\.json: .*{message}"):
         read(path)
@@ -245,6 +272,11 @@ def test_what_cannot_be_made_is_refused(words, tokenizer):
     ]:
         with pytest.raises(ValueError, match=message):
             make(words, *arguments)
+    with pytest.raises(ValueError, match="'keys' is not known: key, sentence"):
+        make(words, "niah_single_1", 1024, phrase="keys")
+    with pytest.raises(ValueError, match="--phrase key has no words for niah_multivalue, only for niah_single_1, "):
+        make(words, "niah_multivalue", 1024, phrase="key")
+    assert ruler.resolve_tasks(None, {"squad"}, "key") == ["niah_single_1", "niah_multikey_2", "niah_multikey_3"]
     with pytest.raises(ValueError, match="niah_single_2 needs --haystack FILE"):
         ruler.make_requests(words, "niah_single_2", 1024, 1)
     without_files = ["niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe"]
@@ -259,9 +291,9 @@ def test_scores():
 
 
 def test_the_table_has_an_average(tmp_path, capsys):
-    options = argparse.Namespace(lengths=[512, 1024], samples=3, seed=0)
+    options = argparse.Namespace(lengths=[512, 1024], samples=3, seed=0, phrase=None)
     scores = {"vt": {512: 50.0, 1024: 0.0}, "cwe": {512: 100.0, 1024: 25.0}}
-    assert load_script("ruler").write_scores(scores, options, tmp_path) == {512: 75.0, 1024: 12.5}
+    load_script("ruler").write_scores(scores, options, tmp_path)
     assert "| average | 75.00 | 12.50 |" in capsys.readouterr().out
     assert json.loads((tmp_path / "scores.json").read_text())["averages"] == {"512": 75.0, "1024": 12.5}
 
@@ -286,5 +318,48 @@ def test_the_script_end_to_end(ckpt, tmp_path, capsys):
     assert json.loads((out / "scores.json").read_text())["scores"]["niah_single_2"] == {"512": 0.0, "600": 50.0}
     assert script.main([*arguments, "--seed", "1"]) == 2
     assert "predictions with seed 0, now it is 1" in capsys.readouterr().err
+    assert script.main([*arguments, "--phrase", "key"]) == 2
+    assert "predictions with phrase None, now it is 'key'" in capsys.readouterr().err
     assert script.main(["--ckpt", str(ckpt), "--tasks", "qa_2"]) == 2
     assert "qa_2 needs --hotpotqa FILE" in capsys.readouterr().err
+
+
+def test_several_models_and_methods_in_one_table(ckpt, tmp_path, capsys, monkeypatch):
+    """Two processes, model by model: whoever ends last prints what is in everyone's files."""
+    script = load_script("ruler")
+    out, method = tmp_path / "out", "snapkv:budget=32,window=8"
+    other = shutil.copytree(ckpt, tmp_path / "other")
+    arguments = ["--ckpt", str(other), str(ckpt), "--out", str(out), "--lengths", "100", "240", "--samples", "2"]
+    arguments += ["--batch-size", "2", "--tasks", "niah_single_1", "--phrase", "key", "--eviction", method]
+    monkeypatch.setattr(ruler, "_PHRASE_NEW_TOKENS", 4)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 200}))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in range(2):
+        monkeypatch.setenv("RANK", str(rank))
+        assert script.main(arguments) == 0
+        assert (out / "comparison.md").exists() == (rank == 1)
+    folders = [out / name / part for name in ("other", "tiny") for part in ("", method.replace(":", "-"))]
+    for number, folder in enumerate(folders):
+        path = folder / "niah_single_1-100.jsonl"
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        assert [row["key"] for row in rows] == ["0", "1"]
+        for row in rows[: number % 3]:
+            row["pred"] = f"{row['answers'][0]}!"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert script.main(arguments) == 0
+    caption, _, header, _, first, *rest = (out / "comparison.md").read_text().splitlines()
+    assert caption.startswith(
+        "RULER, 2 samples each, not in its own words: stated as `#key {name}={value}`, asked for as `#get {name}=`. "
+        "other was made for 200 tokens, not for 240."
+    )
+    assert [cell.strip() for cell in header.strip("|").split("|")] == [
+        "task, tokens", "other, none", f"other, {method}", "tiny, none", f"tiny, {method}",
+    ]  # fmt: skip
+    assert [cell.strip() for cell in first.strip("|").split("|")] == [
+        "niah_single_1, 100", "0.00", "50.00", "100.00", "0.00",
+    ]  # fmt: skip
+    assert [line.split("|")[1].strip() for line in rest] == ["niah_single_1, 240", "average, 100", "average, 240"]
+    assert caption in capsys.readouterr().out
+    assert script.main(["--ckpt", str(ckpt), f"{ckpt}/", *arguments[3:]]) == 2
+    assert "two models of one name" in capsys.readouterr().err
