@@ -242,6 +242,8 @@ def fit(recipe: Recipe) -> lightning.Trainer:
         max_steps=total,
         loss_chunk=recipe.trainer.loss_chunk,
         answer_weight=recipe.trainer.answer_weight,
+        distill_weight=recipe.distill.weight,
+        distill_temperature=recipe.distill.temperature,
         bytes_per_token=1.0 if data.prepared.tokenizer == "bytes" else None,
     )
     trainer = lightning.Trainer(

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from pod.blocks import LayerBlocks
-from pod.loss import IGNORED, chunked_cross_entropy, shifted
+from pod.loss import IGNORED, chunked_cross_entropy, chunked_distillation, shifted
 from pod.model import pod_config
 from pod.plan import GPUS
 from pod.sequence_parallel import SequenceGroup, SequenceShard, check_heads
@@ -46,10 +46,12 @@ class PodModule(lightning.LightningModule):
         warmup_steps, max_steps: optimiser steps.
         loss_chunk: positions whose logits are in memory at once.
         answer_weight: the mean loss over the batch's marked answers, times this, is added to the training loss.
+        distill_weight: share of the training loss that is the divergence from the dense base, in [0, 1].
+        distill_temperature: what both models' logits are divided by in that divergence.
         bytes_per_token: 1.0 for byte tokenizers: bits per byte is then logged; None logs none.
 
     Raises:
-        ValueError: neither or both of base and model_config.
+        ValueError: neither or both of base and model_config; or distillation without a base.
     """
 
     def __init__(
@@ -74,13 +76,19 @@ class PodModule(lightning.LightningModule):
         max_steps: int = 1000,
         loss_chunk: int = 1024,
         answer_weight: float = 0.0,
+        distill_weight: float = 0.0,
+        distill_temperature: float = 1.0,
         bytes_per_token: float | None = None,
     ) -> None:
         super().__init__()
         if (base is None) == (model_config is None):
             raise ValueError("give exactly one of base (a model to start from) and model_config (one from scratch)")
+        if distill_weight and base is None:
+            raise ValueError("distill_weight needs a base: a model from scratch has no teacher")
         self.save_hyperparameters()
         self.model: PreTrainedModel | None = None
+        self.teacher: PreTrainedModel | None = None
+        self.strict_loading = not distill_weight  # a checkpoint holds what is trained
         self.validation_loss = torchmetrics.MeanMetric()
         self.validation_answers = torchmetrics.MeanMetric()
         self.validation_gates = nn.ModuleList()  # one mean for each layer
@@ -102,6 +110,8 @@ class PodModule(lightning.LightningModule):
         if self.sequence_group is not None:
             check_heads(config.num_attention_heads, heads, self.sequence_group.size)
         blocks = LayerBlocks.dense(layers, heads) if hparams.blocks is None else LayerBlocks(hparams.blocks)
+        dense = LayerBlocks.dense(layers, heads)
+        teaching = pod_config(config, dense, hparams.sink_size, hparams.recent_size, "scores")
         config = pod_config(config, blocks, hparams.sink_size, hparams.recent_size, hparams.share)
         # Made as a PoD model at once, not converted: under ZeRO-3 the parameters are sharded while they are made.
         if hparams.base is not None:
@@ -112,6 +122,12 @@ class PodModule(lightning.LightningModule):
                 for module in self.model.modules():
                     if isinstance(module, nn.Linear | nn.Embedding):
                         module.reset_parameters()
+        if hparams.distill_weight:
+            # A PoD model of blocks of one layer is the dense one, and takes a part of a sequence as the student does.
+            self.teacher = AutoModelForCausalLM.from_pretrained(hparams.base, config=teaching, dtype=dtype)
+            self.teacher.requires_grad_(False)
+            for layer in self.teacher.model.layers:
+                layer.mlp_tiles = hparams.mlp_tiles
         if hparams.gradient_checkpointing:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.model.model.offload_checkpoints = hparams.offload_checkpoints
@@ -134,11 +150,19 @@ class PodModule(lightning.LightningModule):
         Args:
             batch: input_ids [B, T], optionally document_ids [B, T]; whole on every rank.
         """
+        return self._states(self.model, batch)
+
+    def _states(self, model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
         ids = batch["input_ids"]
-        output = self.model.model(
+        output = model.model(
             ids, document_ids=batch.get("document_ids"), use_cache=False, sequence=self._shard(ids.shape[1])
         )
         return output.last_hidden_state
+
+    @torch.no_grad()
+    def teacher_states(self, batch: dict[str, Tensor]) -> Tensor:
+        """`hidden_states` of the frozen dense base."""
+        return self._states(self.teacher, batch)
 
     def _targets(self, labels: Tensor) -> tuple[Tensor, Tensor]:
         """What each of the rank's positions foretells [B, t], and the number of targets of the whole batch."""
@@ -176,12 +200,43 @@ class PodModule(lightning.LightningModule):
         marked = targets != IGNORED
         return self.model.lm_head(hidden_states[marked]), targets[marked], count
 
+    def distillation(
+        self, batch: dict[str, Tensor], hidden_states: Tensor, teacher_states: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `loss`, with the sum of the divergences from the teacher in its midst.
+
+        Args:
+            batch: input_ids [B, T], optionally labels [B, T] (-100 is ignored).
+            hidden_states, teacher_states: [B, T, hidden], of the same batch.
+        """
+        targets, count = self._targets(batch.get("labels", batch["input_ids"]))
+        entropies, divergences, _ = chunked_distillation(
+            hidden_states,
+            self.model.lm_head,
+            teacher_states,
+            self.teacher.lm_head,
+            targets,
+            self.hparams.loss_chunk,
+            self.hparams.distill_temperature,
+        )
+        return entropies * self._ranks, divergences * self._ranks, count
+
     def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+        weight = self.hparams.distill_weight
+        # The teacher goes first: what its layers take is gone before the student's forward keeps anything.
+        teacher_states = self.teacher_states(batch) if weight else None
         hidden_states = self.hidden_states(batch)
-        total, count = self.loss(batch, hidden_states)
+        if weight:
+            total, divergences, count = self.distillation(batch, hidden_states, teacher_states)
+        else:
+            total, count = self.loss(batch, hidden_states)
         loss = total / count.clamp(min=1)
         self._tokens += batch["input_ids"].numel()
         self.log("train_loss", loss.detach(), prog_bar=True, sync_dist=True)
+        if weight:
+            divergence = divergences / count.clamp(min=1)
+            self.log("train_divergence", divergence.detach(), sync_dist=True)
+            loss = (1 - weight) * loss + weight * divergence
         if self.hparams.answer_weight and "answers" in batch:
             logits, ids, count = self.answers(batch, hidden_states)
             answer_loss = nn.functional.cross_entropy(logits.float(), ids, reduction="sum")
@@ -221,8 +276,13 @@ class PodModule(lightning.LightningModule):
             self.log("grad_norm", norm())
 
     def flops_per_token(self) -> float:
-        """Floating-point operations of forward and backward per token, attention left out: 6 per parameter."""
-        return 6.0 * sum(math.prod(_shape(p)) for p in self.parameters())
+        """Floating-point operations of forward and backward per token, attention left out.
+
+        6 per parameter that is trained, 4 per frozen one, 2 per one of the teacher.
+        """
+        student = sum((6 if p.requires_grad else 4) * math.prod(_shape(p)) for p in self.model.parameters())
+        teacher = 0 if self.teacher is None else sum(math.prod(_shape(p)) for p in self.teacher.parameters())
+        return float(student + 2 * teacher)
 
     def _peak_flops(self) -> float | None:
         if self.device.type != "cuda":
@@ -288,8 +348,16 @@ class PodModule(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if "state_dict" in checkpoint:
+            state = checkpoint["state_dict"]
+            checkpoint["state_dict"] = {name: value for name, value in state.items() if name not in self._names(False)}
         checkpoint["rng_state"] = torch.get_rng_state()
         checkpoint["accumulate"] = self.trainer.accumulate_grad_batches
+
+    def _names(self, trained: bool) -> set[str]:
+        """Names of the parameters that are trained, or of those that are not."""
+        named = self.named_parameters(remove_duplicate=False)
+        return {name for name, parameter in named if parameter.requires_grad == trained}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self._trainer is not None and "accumulate" in checkpoint:

@@ -87,6 +87,9 @@ class Blocks:
     threshold: float | None = None
     """The similarity from which layers share (the paper's delta), instead of a wanted saving: wins over
     `blocks.kv_saving` when given."""
+    method: str = "greedy"
+    """How layers are grouped for `blocks.kv_saving`: `greedy` (the paper's Algorithm 1), or the best of all partitions:
+    `sum` (the largest summed similarity of sharing layers to their anchors), `worst` (the largest least one)."""
     samples: int = 1000
     """Training samples whose attention is compared to find the blocks."""
     last_q: int = 16
@@ -135,6 +138,18 @@ class Optimizer:
     """Tokens during which the learning rate rises from 0, rounded up to whole steps."""
     gradient_clip: float = 1.0
     """The largest norm of the whole gradient; a larger one is scaled down to it. 0: never."""
+
+
+@dataclass
+class Distill:
+    """Learning from the model as it was: the dense base, frozen, teaches the one that shares."""
+
+    weight: float = 0.0
+    """Share of the training loss that is the divergence from the dense base's next-token distribution; the rest is the
+    cross-entropy. 0: no teacher. It takes another forward pass and, without `lora.rank`, a second copy of the
+    weights."""
+    temperature: float = 1.0
+    """What both models' logits are divided by before they are compared: above 1, unlikely tokens count for more."""
 
 
 @dataclass
@@ -209,6 +224,7 @@ class Recipe:
     blocks: Blocks = field(default_factory=Blocks)
     data: Data = field(default_factory=Data)
     optimizer: Optimizer = field(default_factory=Optimizer)
+    distill: Distill = field(default_factory=Distill)
     trainer: Trainer = field(default_factory=Trainer)
 
 
@@ -217,6 +233,7 @@ CHOICES = {
     "model.dtype": ("float32", "bfloat16"),
     "model.initialization": ("transformers", "torch"),
     "model.share": ("scores", "keys", "window"),
+    "blocks.method": ("greedy", "sum", "worst"),
     "trainer.precision": ("32-true", "bf16-mixed", "bf16-true"),
     "trainer.strategy": ("auto", "ddp", "deepspeed"),
     "trainer.offload": ("nothing", "optimizer", "parameters"),
@@ -243,6 +260,8 @@ INTERVALS = {
     "optimizer.warmup_steps": "[0, inf)",
     "optimizer.warmup_tokens": "[0, inf)",
     "optimizer.gradient_clip": "[0, inf)",
+    "distill.weight": "[0, 1]",
+    "distill.temperature": "(0, inf)",
     "trainer.max_steps": "[1, inf)",
     "trainer.max_tokens": "[1, inf)",
     "trainer.tokens_per_batch": "[1, inf)",
@@ -666,11 +685,24 @@ def _check_together(recipe: Recipe) -> None:
             f"trainer.sequence_parallel_size={size} is more than the tokens of a sample, data.sequence_length="
             f"{recipe.data.sequence_length}"
         )
+    if recipe.blocks.threshold is not None and recipe.blocks.method != "greedy":
+        raise RecipeError(
+            f"blocks.method={recipe.blocks.method} groups for blocks.kv_saving, not for a threshold: set "
+            "blocks.threshold=null or blocks.method=greedy"
+        )
     shares = recipe.blocks.file is not None or recipe.blocks.threshold is not None or recipe.blocks.kv_saving > 0
     if shares and model.share == "window":
         raise RecipeError(
             "model.share=window has no distant tokens to share: set blocks.kv_saving=0, blocks.file=null and "
             "blocks.threshold=null"
+        )
+    if recipe.distill.weight and not (shares or model.share == "window"):
+        raise RecipeError(
+            f"distill.weight={recipe.distill.weight:g}: a dense model is its own teacher; set distill.weight=0"
+        )
+    if recipe.distill.weight and model.base is None:
+        raise RecipeError(
+            f"distill.weight={recipe.distill.weight:g} needs model.base: a model from scratch has no teacher"
         )
     if shares and model.sink_size + model.recent_size >= recipe.data.sequence_length:
         raise RecipeError(

@@ -360,6 +360,12 @@ def test_every_number_has_an_interval():
     [
         (["trainer.max_tokens=8192"], "trainer.max_steps or trainer.max_tokens: both are given, wanted one"),
         (["trainer.max_steps=null"], "trainer.max_steps or trainer.max_tokens: neither is given, wanted one"),
+        (["blocks.threshold=0.3", "blocks.method=sum"], "blocks.method=sum groups for blocks.kv_saving, not"),
+        (["distill.weight=0.5", "blocks.kv_saving=0"], "distill.weight=0.5: a dense model is its own teacher"),
+        (
+            ["distill.weight=1", "model.base=null", "model.config.model_type=llama", "model.tokenizer=bytes"],
+            "distill.weight=1 needs model.base",
+        ),
         (["optimizer.warmup_tokens=1"], "optimizer.warmup_steps or optimizer.warmup_tokens: both are given"),
         (["model.base=null"], "model.config (start from scratch): neither is given, wanted one"),
         (["model.config.model_type=llama"], "model.config (start from scratch): both are given, wanted one"),
@@ -486,6 +492,7 @@ def test_help_has_every_field_with_its_docstring():
             "Blocks",
             "Data",
             "Optimizer",
+            "Distill",
             "Trainer",
             "Recipe",
         ):
