@@ -190,6 +190,7 @@ def strategy(recipe: Recipe) -> Strategy | str:
         logging_batch_size_per_gpu=recipe.data.micro_batch_size,
         offload_optimizer=trainer.offload != "nothing",
         offload_parameters=trainer.offload == "parameters",
+        exclude_frozen_parameters=recipe.lora.rank > 0 or recipe.distill.weight > 0,
     )
 
 
@@ -244,6 +245,10 @@ def fit(recipe: Recipe) -> lightning.Trainer:
         answer_weight=recipe.trainer.answer_weight,
         distill_weight=recipe.distill.weight,
         distill_temperature=recipe.distill.temperature,
+        lora_rank=recipe.lora.rank,
+        lora_alpha=recipe.lora.alpha,
+        lora_dropout=recipe.lora.dropout,
+        lora_targets=list(recipe.lora.targets),
         bytes_per_token=1.0 if data.prepared.tokenizer == "bytes" else None,
     )
     trainer = lightning.Trainer(

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers import (
 )
 
 from pod.blocks import LayerBlocks
+from pod.lora import add_adapters, without_adapters
 from pod.loss import IGNORED, chunked_cross_entropy, chunked_distillation, shifted
 from pod.model import pod_config
 from pod.plan import GPUS
@@ -48,10 +50,13 @@ class PodModule(lightning.LightningModule):
         answer_weight: the mean loss over the batch's marked answers, times this, is added to the training loss.
         distill_weight: share of the training loss that is the divergence from the dense base, in [0, 1].
         distill_temperature: what both models' logits are divided by in that divergence.
+        lora_rank: of the adapters that are trained instead of the weights; 0 trains the weights.
+        lora_alpha, lora_dropout, lora_targets: see `pod.lora.add_adapters`.
         bytes_per_token: 1.0 for byte tokenizers: bits per byte is then logged; None logs none.
 
     Raises:
-        ValueError: neither or both of base and model_config; or distillation without a base.
+        ValueError: neither or both of base and model_config; or distillation or adapters without a
+            base.
     """
 
     def __init__(
@@ -78,17 +83,21 @@ class PodModule(lightning.LightningModule):
         answer_weight: float = 0.0,
         distill_weight: float = 0.0,
         distill_temperature: float = 1.0,
+        lora_rank: int = 0,
+        lora_alpha: float = 16.0,
+        lora_dropout: float = 0.0,
+        lora_targets: Sequence[str] = ("q", "k", "v", "o"),
         bytes_per_token: float | None = None,
     ) -> None:
         super().__init__()
         if (base is None) == (model_config is None):
             raise ValueError("give exactly one of base (a model to start from) and model_config (one from scratch)")
-        if distill_weight and base is None:
-            raise ValueError("distill_weight needs a base: a model from scratch has no teacher")
+        if (distill_weight or lora_rank) and base is None:
+            raise ValueError("distill_weight and lora_rank need a base: a model from scratch teaches nothing")
         self.save_hyperparameters()
         self.model: PreTrainedModel | None = None
         self.teacher: PreTrainedModel | None = None
-        self.strict_loading = not distill_weight  # a checkpoint holds what is trained
+        self.strict_loading = not (distill_weight or lora_rank)  # a checkpoint holds what is trained
         self.validation_loss = torchmetrics.MeanMetric()
         self.validation_answers = torchmetrics.MeanMetric()
         self.validation_gates = nn.ModuleList()  # one mean for each layer
@@ -122,7 +131,9 @@ class PodModule(lightning.LightningModule):
                 for module in self.model.modules():
                     if isinstance(module, nn.Linear | nn.Embedding):
                         module.reset_parameters()
-        if hparams.distill_weight:
+        if hparams.lora_rank:
+            add_adapters(self.model, hparams.lora_rank, hparams.lora_alpha, hparams.lora_dropout, hparams.lora_targets)
+        elif hparams.distill_weight:
             # A PoD model of blocks of one layer is the dense one, and takes a part of a sequence as the student does.
             self.teacher = AutoModelForCausalLM.from_pretrained(hparams.base, config=teaching, dtype=dtype)
             self.teacher.requires_grad_(False)
@@ -161,8 +172,11 @@ class PodModule(lightning.LightningModule):
 
     @torch.no_grad()
     def teacher_states(self, batch: dict[str, Tensor]) -> Tensor:
-        """`hidden_states` of the frozen dense base."""
-        return self._states(self.teacher, batch)
+        """`hidden_states` of the frozen dense base: a model of its own, or with LoRA the same one without adapters."""
+        if self.teacher is not None:
+            return self._states(self.teacher, batch)
+        with without_adapters(self.model), self.model.model.unshared():
+            return self._states(self.model, batch)
 
     def _targets(self, labels: Tensor) -> tuple[Tensor, Tensor]:
         """What each of the rank's positions foretells [B, t], and the number of targets of the whole batch."""
@@ -214,7 +228,7 @@ class PodModule(lightning.LightningModule):
             hidden_states,
             self.model.lm_head,
             teacher_states,
-            self.teacher.lm_head,
+            (self.teacher or self.model).lm_head,
             targets,
             self.hparams.loss_chunk,
             self.hparams.distill_temperature,
@@ -333,7 +347,8 @@ class PodModule(lightning.LightningModule):
         for module in self.model.modules():
             for name, parameter in module.named_parameters(recurse=False):
                 matrix = len(_shape(parameter)) > 1 and not isinstance(module, nn.Embedding) and name == "weight"
-                (decayed if matrix else others).append(parameter)
+                if parameter.requires_grad:
+                    (decayed if matrix else others).append(parameter)
         # A head tied to the embedding is one parameter: it is met first as an embedding and stays undecayed.
         undecayed = {id(parameter) for parameter in others}
         decayed = [p for p in dict.fromkeys(decayed) if id(p) not in undecayed]
@@ -341,6 +356,7 @@ class PodModule(lightning.LightningModule):
             {"params": decayed, "weight_decay": hparams.weight_decay},
             {"params": list(dict.fromkeys(others)), "weight_decay": 0.0},
         ]
+        groups = [group for group in groups if group["params"]]  # adapters are all matrices
         optimizer = torch.optim.AdamW(groups, lr=hparams.lr, betas=tuple(hparams.betas))
         schedule = get_cosine_with_min_lr_schedule_with_warmup(
             optimizer, hparams.warmup_steps, hparams.max_steps, min_lr=hparams.min_lr
@@ -360,6 +376,13 @@ class PodModule(lightning.LightningModule):
         return {name for name, parameter in named if parameter.requires_grad == trained}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if not self.strict_loading and "state_dict" in checkpoint and self.model is not None:
+            missing = self._names(True) - set(checkpoint["state_dict"])
+            if missing:
+                raise ValueError(
+                    f"the checkpoint lacks {len(missing)} of the tensors that are trained, {min(missing)} among them: "
+                    "continue with the lora.rank and lora.targets of its run, or begin a new one"
+                )
         if self._trainer is not None and "accumulate" in checkpoint:
             # Another number of processes makes a step of another number of micro-batches, which Lightning counts.
             progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]

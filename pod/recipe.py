@@ -153,6 +153,21 @@ class Distill:
 
 
 @dataclass
+class Lora:
+    """Adapters of low rank, trained in the place of all weights (LoRA); `pod.export` merges them."""
+
+    rank: int = 0
+    """The rank of the adapters; the model's own weights stay frozen, and neither their gradients nor the optimiser's
+    state for them exist. 0: no adapters, all weights are trained."""
+    alpha: float = 16.0
+    """An adapter's output is scaled by alpha / rank."""
+    dropout: float = 0.0
+    """Share of an adapter's inputs that are set to 0 in training."""
+    targets: list[str] = field(default_factory=lambda: ["q", "k", "v", "o"])
+    """Which projections of each layer have adapters: of q, k, v, o (attention), gate, up, down (MLP)."""
+
+
+@dataclass
 class Trainer:
     """How long, on what, and what is written when."""
 
@@ -225,6 +240,7 @@ class Recipe:
     data: Data = field(default_factory=Data)
     optimizer: Optimizer = field(default_factory=Optimizer)
     distill: Distill = field(default_factory=Distill)
+    lora: Lora = field(default_factory=Lora)
     trainer: Trainer = field(default_factory=Trainer)
 
 
@@ -262,6 +278,9 @@ INTERVALS = {
     "optimizer.gradient_clip": "[0, inf)",
     "distill.weight": "[0, 1]",
     "distill.temperature": "(0, inf)",
+    "lora.rank": "[0, inf)",
+    "lora.alpha": "(0, inf)",
+    "lora.dropout": "[0, 1)",
     "trainer.max_steps": "[1, inf)",
     "trainer.max_tokens": "[1, inf)",
     "trainer.tokens_per_batch": "[1, inf)",
@@ -278,7 +297,8 @@ INTERVALS = {
     "trainer.answer_weight": "[0, inf)",
 }
 TYPE_NAMES = {int: "int", float: "float", bool: "true or false", str: "string", dict: "mapping"}
-TYPE_NAMES |= {list[int]: "list of ints", list[float]: "list of floats"}
+TYPE_NAMES |= {list[int]: "list of ints", list[float]: "list of floats", list[str]: "list of strings"}
+LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")  # projections of a layer's attention, and of its MLP
 FREE = "model.config"  # the one field that is a mapping: its keys are a Hugging Face config's, not ours
 
 
@@ -536,6 +556,10 @@ def _converted(entry: Field, value: Any, source: str) -> Any:
     if entry.type is list:
         if not isinstance(value, list):
             raise problem
+        if entry.element is str:
+            if not all(isinstance(element, str) for element in value):
+                raise problem
+            return value
         return [element if _interpolated(element) else _number(element, entry.element, problem) for element in value]
     if entry.type in (int, float):
         return _number(value, entry.type, problem)
@@ -704,6 +728,13 @@ def _check_together(recipe: Recipe) -> None:
         raise RecipeError(
             f"distill.weight={recipe.distill.weight:g} needs model.base: a model from scratch has no teacher"
         )
+    wrong = [target for target in recipe.lora.targets if target not in LORA_TARGETS]
+    if wrong or len(set(recipe.lora.targets)) != max(1, len(recipe.lora.targets)):
+        raise RecipeError(
+            f"lora.targets must be some of {', '.join(LORA_TARGETS)}, none twice; got {recipe.lora.targets}"
+        )
+    if recipe.lora.rank and model.base is None:
+        raise RecipeError(f"lora.rank={recipe.lora.rank} needs model.base: adapters change a trained model a little")
     if shares and model.sink_size + model.recent_size >= recipe.data.sequence_length:
         raise RecipeError(
             f"no token is distant: model.sink_size ({model.sink_size}) + model.recent_size ({model.recent_size}) cover "

@@ -308,6 +308,8 @@ def test_unknown_key_in_a_file_names_the_file(tmp_path):
         ("optimizer.lr=.nan", "optimizer.lr: wanted float, got nan (float)"),
         ("optimizer.betas=0.9", "optimizer.betas: wanted list of floats, got 0.9 (float)"),
         ("optimizer.betas=[0.9, x]", "optimizer.betas: wanted list of floats, got [0.9, 'x'] (list)"),
+        ("lora.targets=q", "lora.targets: wanted list of strings, got 'q' (str)"),
+        ("lora.targets=[q, 1]", "lora.targets: wanted list of strings, got ['q', 1] (list)"),
         ("data.shuffle=yes", "data.shuffle: wanted true or false, got 'yes' (str)"),
         ("data.shuffle=1", "data.shuffle: wanted true or false, got 1 (int)"),
         ("name=null", "name: wanted string, got None (NoneType)"),
@@ -351,7 +353,7 @@ def test_values_outside_their_interval(key):
 
 
 def test_every_number_has_an_interval():
-    numbers = {key for key, entry in schema().items() if entry.type in (int, float, list)}
+    numbers = {key for key, entry in schema().items() if (entry.element or entry.type) in (int, float)}
     assert numbers == set(INTERVALS)
 
 
@@ -365,6 +367,12 @@ def test_every_number_has_an_interval():
         (
             ["distill.weight=1", "model.base=null", "model.config.model_type=llama", "model.tokenizer=bytes"],
             "distill.weight=1 needs model.base",
+        ),
+        (["lora.targets=[q, head]"], "lora.targets must be some of q, k, v, o, gate, up, down, none twice; got ['q'"),
+        (["lora.targets=[]"], "lora.targets must be some of"),
+        (
+            ["lora.rank=4", "model.base=null", "model.config.model_type=llama", "model.tokenizer=bytes"],
+            "lora.rank=4 needs model.base",
         ),
         (["optimizer.warmup_tokens=1"], "optimizer.warmup_steps or optimizer.warmup_tokens: both are given"),
         (["model.base=null"], "model.config (start from scratch): neither is given, wanted one"),
@@ -493,6 +501,7 @@ def test_help_has_every_field_with_its_docstring():
             "Data",
             "Optimizer",
             "Distill",
+            "Lora",
             "Trainer",
             "Recipe",
         ):
