@@ -32,13 +32,14 @@ class Recorded(lightning.Callback):
         from deepspeed.utils import safe_get_full_grad
 
         if not self.gradients and not trainer.fit_loop._should_accumulate():
-            named = module.model.named_parameters()
+            named = [(name, p) for name, p in module.model.named_parameters() if p.requires_grad]
             self.gradients = {name: safe_get_full_grad(parameter).float().clone() for name, parameter in named}
 
     def on_train_end(self, trainer, module):
         from deepspeed.utils import safe_get_full_fp32_param
 
-        self.weights = {name: safe_get_full_fp32_param(p).clone() for name, p in module.model.named_parameters()}
+        named = [(name, p) for name, p in module.model.named_parameters() if p.requires_grad]
+        self.weights = {name: safe_get_full_fp32_param(p).clone() for name, p in named}
         self.rotary = module.model.model.rotary_emb.inv_freq.clone()
         self.bytes = states_bytes(trainer.strategy.deepspeed_engine) if module.kept else []
 
@@ -51,6 +52,12 @@ def states_bytes(engine):
     optimizer_states = [*states, *optimizer.fp32_partitioned_groups_flat]
     sums = [sum(tensor.nbytes for tensor in tensors) for tensors in (weights, optimizer_states)]
     return [sums[0], optimizer.grad_partitions_flat_buffer.nbytes, sums[1]]
+
+
+def draw_adapters(model):
+    """The same adapters in every process: where they are drawn, how many numbers were drawn before may differ."""
+    for number, parameter in enumerate(p for p in model.parameters() if p.requires_grad):
+        parameter.data.normal_(std=0.2, generator=torch.Generator().manual_seed(number))
 
 
 def train(run, spec):
@@ -79,7 +86,9 @@ def train(run, spec):
 
         def configure_model(self):
             super().configure_model()
-            self.loaded = sum(p.numel() for p in self.model.parameters())
+            if run["module"].get("lora_rank"):
+                draw_adapters(self.model)
+            self.loaded = sum(p.numel() for p in self.parameters())
             if run["checkpointing"] is not None:
                 kind = {"use_reentrant": run["checkpointing"]}
                 self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kind)

@@ -20,12 +20,13 @@ import lightning
 import numpy as np
 import pytest
 import torch
+from strategy_worker import draw_adapters
 from test_sequence_parallel import on_ranks
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import pod
-from pod.data import PreparedDataset, SampleWriter
+from pod.data import PreparedDataset, SampleWriter, collate
 from pod.fit import last_checkpoint, resume_from, world_size_of
 from pod.module import PodModule
 from pod.plan import Memory, Shape, Sharing
@@ -195,6 +196,65 @@ def check(run, ranks, relative=1e-5):
         parameters = sum(p.numel() for p in wanted["weights"].values())
         assert wrote["flops"] == 6 * parameters
         assert wrote["loaded"] == (0 if run["stage"] == 3 else parameters), "ZeRO-3 loads sharded"
+
+
+def one_module(run, seen):
+    """The same training by `PodModule` in one process, on whole samples, as `one_process` does it by hand."""
+    samples = PreparedDataset(run["data"])
+    module = PodModule(base=run["base"], blocks=run["blocks"], **run["module"], **MODULE)
+    module.log = lambda *args, **kwargs: None
+    module.configure_model()
+    if run["module"].get("lora_rank"):
+        draw_adapters(module.model)
+    named = {name: p for name, p in module.model.named_parameters() if p.requires_grad}
+    chosen = module.configure_optimizers()
+    optimizer, schedule = chosen["optimizer"], chosen["lr_scheduler"]["scheduler"]
+    found = {"losses": [], "norms": [], "gradients": None}
+    for micros in seen:
+        optimizer.zero_grad()
+        for micro in micros:
+            batches = [collate([samples[number] for number in numbers]) for numbers in micro]
+            loss = torch.stack([module.training_step(batch, 0) for batch in batches]).mean()
+            (loss / len(micros)).backward()
+            found["losses"].append(loss.item())
+        if found["gradients"] is None:
+            found["gradients"] = {name: p.grad.clone() for name, p in named.items()}
+        found["norms"].append(float(nn.utils.clip_grad_norm_(named.values(), CLIP)))
+        optimizer.step()
+        schedule.step()
+    return found | {"weights": {name: p.detach() for name, p in named.items()}}
+
+
+@pytest.mark.slow
+def test_a_teacher_and_adapters_are_sharded_too(inputs, tmp_path):
+    """Distillation and LoRA, on two processes and on one; the teacher is frozen and, under ZeRO-3, in shards."""
+    distill = {"loss_chunk": 7, "distill_weight": 0.75, "distill_temperature": 1.5}
+    lora = {"lora_rank": 2, "lora_alpha": 4.0, "lora_targets": ["q", "v", "down"]}
+    runs = {
+        "sp2-distill": a_run(inputs, 2, checkpointing=False, module=distill),
+        "dp2-distill": a_run(inputs, stage=2, module=distill),
+        "sp2-lora": a_run(inputs, 2, checkpointing=False, module={"loss_chunk": 7} | lora),
+        "sp2-lora-distill": a_run(inputs, 2, checkpointing=False, module=distill | lora),
+        "dp2-lora-distill": a_run(inputs, module=distill | lora, accumulate=1),
+    }
+    wrote = launch(tmp_path, 2, runs)
+    for name, run in runs.items():
+        leaders = [rank["seen"] for rank in wrote[name][:: run["sequence_parallel_size"]]]
+        count = run["accumulate"]
+        micros = [[leader[micro] for leader in leaders] for micro in range(STEPS * count)]
+        wanted = one_module(run, [micros[step * count : (step + 1) * count] for step in range(STEPS)])
+        adapters = sum(weight.numel() for weight in wanted["weights"].values()) if "lora" in name else 0
+        for rank in wrote[name]:
+            torch.testing.assert_close(rank["norms"], wanted["norms"], rtol=1e-5, atol=0)
+            if run["stage"] == 3:
+                assert rank["loaded"] == adapters, "everything else is loaded in shards"
+            for kind in ("gradients", "weights"):
+                assert rank[kind].keys() == wanted[kind].keys()
+                for key, value in wanted[kind].items():
+                    error = torch.linalg.norm(rank[kind][key] - value) / torch.linalg.norm(value)
+                    assert error <= 2e-5, f"{name}: {kind} of {key}: {error:.1e}"
+        losses = torch.tensor([rank["losses"] for rank in wrote[name]]).mean(dim=0) * count
+        torch.testing.assert_close(losses, torch.tensor(wanted["losses"]), rtol=1e-5, atol=0)
 
 
 def check_plan(run, ranks):
