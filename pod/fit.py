@@ -235,6 +235,7 @@ def fit(recipe: Recipe) -> lightning.Trainer:
         gradient_checkpointing=recipe.model.gradient_checkpointing,
         offload_checkpoints=recipe.model.offload_checkpoints,
         mlp_tiles=recipe.model.mlp_tiles,
+        compile=recipe.model.compile,
         lr=recipe.optimizer.lr,
         min_lr=recipe.optimizer.min_lr,
         betas=list(recipe.optimizer.betas),

@@ -43,6 +43,7 @@ class PodModule(lightning.LightningModule):
         gradient_checkpointing: recompute each layer in the backward.
         offload_checkpoints: what the recomputation starts from waits in the CPU's memory.
         mlp_tiles: parts of the tokens on which the MLP runs one after the other.
+        compile: run the layers through torch.compile.
         lr, min_lr: the cosine's two ends.
         betas, weight_decay: AdamW's; norms, biases and embeddings are not decayed.
         warmup_steps, max_steps: optimiser steps.
@@ -73,6 +74,7 @@ class PodModule(lightning.LightningModule):
         gradient_checkpointing: bool = False,
         offload_checkpoints: bool = False,
         mlp_tiles: int = 1,
+        compile: bool = False,
         lr: float = 1e-5,
         min_lr: float = 0.0,
         betas: tuple[float, float] = (0.9, 0.95),
@@ -144,6 +146,10 @@ class PodModule(lightning.LightningModule):
         self.model.model.offload_checkpoints = hparams.offload_checkpoints
         for layer in self.model.model.layers:
             layer.mlp_tiles = hparams.mlp_tiles
+        if hparams.compile:
+            for model in (self.model, self.teacher):
+                if model is not None:
+                    model.model.compile()
         self.validation_gates.extend(torchmetrics.MeanMetric() for _ in range(layers))
         self.model.train()
 

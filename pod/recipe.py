@@ -70,6 +70,9 @@ class Model:
     offload_checkpoints: bool = False
     """With `model.gradient_checkpointing`: what each layer's activations are computed from again (its input, and the
     anchors' queries and keys) waits in the CPU's memory, not the device's."""
+    compile: bool = False
+    """Run the layers through torch.compile; the first steps, and the first ones of another shape, then take minutes.
+    Not with DeepSpeed or `model.offload_checkpoints`, whose hooks a graph cannot hold."""
     mlp_tiles: int = 1
     """Parts of the tokens on which each layer's MLP runs one after the other, and once more in the backward: its inner
     activations take so much less memory."""
@@ -690,6 +693,9 @@ def _check_together(recipe: Recipe) -> None:
         raise RecipeError(
             "model.offload_checkpoints needs model.gradient_checkpointing=true: without it there are none"
         )
+    if model.compile and (trainer.strategy == "deepspeed" or model.offload_checkpoints):
+        other = "trainer.strategy=deepspeed" if trainer.strategy == "deepspeed" else "model.offload_checkpoints=true"
+        raise RecipeError(f"model.compile=true does not go with {other}: set model.compile=false")
     if trainer.offload != "nothing" and trainer.strategy != "deepspeed":
         raise RecipeError(f"trainer.offload={trainer.offload} needs trainer.strategy=deepspeed, got {trainer.strategy}")
     if trainer.offload == "parameters" and trainer.zero_stage < 3:

@@ -389,6 +389,14 @@ def test_every_number_has_an_interval():
         ([*SHARED, "trainer.devices=4"], "trainer.sequence_parallel_size=3 does not divide the 4 processes"),
         ([*SHARED, "trainer.devices=1025", "trainer.sequence_parallel_size=1025"], "more than the tokens of a sample"),
         (["model.offload_checkpoints=true"], "model.offload_checkpoints needs model.gradient_checkpointing=true"),
+        (
+            ["model.compile=true", "trainer.strategy=deepspeed"],
+            "model.compile=true does not go with trainer.strategy=deep",
+        ),
+        (
+            ["model.compile=true", "model.gradient_checkpointing=true", "model.offload_checkpoints=true"],
+            "model.compile=true does not go with model.offload_checkpoints=true",
+        ),
         (["trainer.offload=optimizer"], "trainer.offload=optimizer needs trainer.strategy=deepspeed, got auto"),
         (
             ["trainer.offload=parameters", "trainer.zero_stage=2", "trainer.strategy=deepspeed"],
