@@ -645,7 +645,7 @@ def make_plan(
         sequence_parallel=spread,
         weight_bytes=2 if recipe.trainer.precision == "bf16-true" or recipe.model.dtype == "bfloat16" else 4,
         activation_bytes=2 if half else 4,
-        autocast=recipe.trainer.precision == "bf16-mixed" and not zero,
+        autocast=recipe.trainer.precision == "bf16-mixed" and recipe.model.dtype == "float32" and not zero,
         checkpointing=recipe.model.gradient_checkpointing,
         loss_chunk=recipe.trainer.loss_chunk,
         tiled_mlp=tiled_mlp,

@@ -99,12 +99,14 @@ def test_a_real_step(changes, anchors, dtype, checkpointing):
     assert other != pytest.approx(kept, rel=0.3)  # the comparison above can fail
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("checkpointing", [True, False])
-def test_a_real_step_under_autocast(checkpointing):
-    parameters, gradients, optimizer, kept = measured(CONFIG, ANCHORS, checkpointing, autocast=True)
+def test_a_real_step_under_autocast(checkpointing, dtype):
+    """bfloat16 weights leave bfloat16 hidden states, as without autocast."""
+    parameters, gradients, optimizer, kept = measured(CONFIG, ANCHORS, checkpointing, autocast=True, dtype=dtype)
     plan = Memory(
         Shape.from_config(CONFIG), Sharing.of_anchors(ANCHORS), length=128, micro_batch=2, activation_bytes=2,
-        autocast=True, checkpointing=checkpointing,
+        autocast=dtype == "float32", checkpointing=checkpointing, weight_bytes=4 if dtype == "float32" else 2,
     )  # fmt: skip
     assert (plan.parameters, plan.gradients, plan.optimizer) == (parameters, gradients, optimizer)
     assert plan.checkpoints == pytest.approx(kept, rel=0.05)

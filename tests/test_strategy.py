@@ -515,6 +515,35 @@ def test_fit_resume_and_export_with_a_shared_sequence(inputs, tmp_path):
 
 
 @pytest.mark.slow
+def test_sharded_adapters_are_resumed_and_exported(inputs, tmp_path):
+    """With a teacher, whose weights no checkpoint holds."""
+    path = recipe_file(tmp_path, inputs)
+    pod.LayerBlocks(BLOCKS).save(tmp_path / "blocks.json")
+    sharded = ("trainer.strategy=deepspeed", "trainer.devices=2", "trainer.sequence_parallel_size=2")
+    learned = ("model.config=null", f"model.base={inputs / 'kv2'}", "lora.rank=2", "distill.weight=0.5")
+    done = command("pod.fit", f"recipe={path}", *sharded, *learned)
+    assert done.returncode == 0, done.stderr[-3000:]
+    run = tmp_path / "run"
+    shutil.rmtree(run / "steps" / "step=4.ckpt")
+    done = command("pod.fit", f"recipe={path}", *sharded, *learned, "resume=auto")
+    assert done.returncode == 0, done.stderr[-3000:]
+    for column in ("train_loss", "train_divergence", "val_loss"):
+        wanted, again = logged(run, column), logged(run, column, "version_1")
+        assert sorted(again) == [step for step in sorted(wanted) if step >= 2]
+        assert all(abs(value - wanted[step]) <= 2e-6 * value for step, value in again.items()), column
+    done = command("pod.fit", f"recipe={path}", "trainer.strategy=deepspeed", *learned, "resume=auto")
+    assert done.returncode != 0 and "is read by as many processes" in done.stderr
+    done = command("pod.export", "--ckpt", run, "--out", tmp_path / "export")
+    assert done.returncode == 0, done.stderr[-3000:]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    wanted = plain_loss(model, [PreparedDataset(inputs / "packed", "validation")[number] for number in (0, 1)])
+    assert abs(logged(run, "val_loss")[3] - wanted.item()) < 1e-5 * wanted.item()
+    stock = pod.convert(str(inputs / "kv2"), model.config.blocks, sink_size=2, recent_size=5)
+    changed = [name for name, weight in model.named_parameters() if not torch.equal(weight, stock.get_parameter(name))]
+    assert {name.split(".")[-2] for name in changed} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+@pytest.mark.slow
 def test_one_process_that_is_told_to_end_ends_all_with_a_checkpoint(inputs, tmp_path):
     """And of two processes the first one finds the blocks for both."""
     path = recipe_file(tmp_path, inputs, max_steps=10_000, checkpoint_every=10_000, validate_every=10_000)
