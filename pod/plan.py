@@ -204,7 +204,8 @@ class Memory:
         tiled_mlp: the MLP runs over min(t, h) positions at once.
         offload_checkpoints, offload_optimizer, offload_parameters: these lie in the host's memory.
         adapters: parameters of LoRA's adapters, the only ones that are trained, float32 outside of ZeRO; 0: all are
-            trained. What a layer keeps is counted as if all were: frozen matrices keep less.
+            trained. What a layer keeps is counted as if all were: frozen matrices keep less, and peft's float32 copies
+            of a bfloat16 layer's inputs are not counted.
         distills: a dense teacher's logits are compared. teacher: it is a second copy of the weights.
     """
 
