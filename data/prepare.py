@@ -5,6 +5,8 @@
         --sequence-length 32768 --length-intervals 4096 16384
     python data/prepare.py --source prolong-data-512K/ --out prepared/prolong --tokenizer meta-llama/Llama-3.1-8B \\
         --sequence-length 131072 --length-intervals 16384 65536
+    python data/prepare.py --source chats.jsonl --chat --out prepared/chats --tokenizer Qwen/Qwen2.5-7B-Instruct \
+        --sequence-length 8192
 
 Reads text (.txt, .text), Markdown (.md, .markdown) and Python (.py), one document a file; JSON lines (.jsonl,
 .jsonl.gz: Dolma), one document a line; and MosaicML MDS shards (ProLong), which are tokenised already: their ids are
@@ -12,6 +14,10 @@ taken as they are, a document for each (start, end) of their column `indices`. A
 are in it, hidden ones left out. What cannot be read (broken JSON, no text, wrong encoding) is skipped, counted and
 reported with file and line, at the end and in `report.json` of the output. An MDS shard that is missing or not what its
 index says ends the run with its name; with --skip-bad-shards it is reported with the rest.
+
+--chat reads JSON lines with a list `messages`, writes each by the tokenizer's chat template, and marks the assistant's
+turns: they alone have labels (`data/chat.py` says which tokens these are). A line without messages, with an unknown
+role, or that the template refuses is reported with the rest.
 
 A document is held out when the sha256 of its text (of its ids where it came tokenised) says so, and one that occurs
 again is dropped, so no document is ever in both splits, whatever the seed, the files or their order. The seed decides
@@ -44,8 +50,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from chat import load_chat
 from sampling import Plan, draw, split_documents, write_shard
-from sources import DOCUMENT, Reading, find_units, load_tokenizer, read_unit
+from sources import DOCUMENT, LINES, Reading, find_units, load_tokenizer, read_unit
 
 SHOWN = 20  # bad lines printed; report.json has all
 
@@ -135,6 +142,8 @@ def prepare(
     force: bool = False,
     length_intervals: list[int] | None = None,
     skip_bad_shards: bool = False,
+    chat: bool = False,
+    chat_template: str | Path | None = None,
 ) -> dict[str, Any]:
     """Prepare `sources` into the directory `out`; see the module's docstring and `--help`.
 
@@ -161,7 +170,16 @@ def prepare(
         raise ValueError(f"--length-intervals {' '.join(map(str, edges))}: lengths in tokens, rising, at least 1")
     units = find_units(sources)
     _, vocab_size, pad_id = load_tokenizer(tokenizer)
-    reading = Reading(tokenizer, vocab_size, text_field)
+    if chat_template is not None and not chat:
+        raise ValueError(f"--chat-template {chat_template}: only --chat writes chats")
+    reading = Reading(
+        tokenizer, vocab_size, text_field, chat, Path(chat_template).read_text() if chat_template is not None else None
+    )
+    if chat:
+        load_chat(tokenizer, reading.chat_template)
+        for name in (name for unit in units for name in unit.files):
+            if not name.endswith(LINES):
+                raise ValueError(f"--chat reads {', '.join(LINES)}, and {name} is among the sources")
     out = Path(out)
     SampleWriter(out, sequence_length=sequence_length, vocab_size=vocab_size, tokenizer=tokenizer, force=force)
     with work_folder(out) as work:
@@ -200,6 +218,7 @@ def prepare(
                 packed=not one_document,
                 vocab_size=vocab_size,
                 pad_id=pad_id,
+                learned=[work / f"{unit['key']}.learned" for unit in units_read] if chat else [],
             )
             for name, numbers in splits.items()
             if len(numbers)
@@ -262,6 +281,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the order of the documents (0)")
     parser.add_argument("--num-proc", type=int, default=os.cpu_count() or 1, help="processes (all cores)")
     parser.add_argument("--text-field", default="text", help="the field of a JSON line that holds the text (text)")
+    parser.add_argument("--chat", action="store_true", help="learn the assistant's turns of each line's `messages`")
+    parser.add_argument("--chat-template", metavar="FILE", help="a Jinja chat template (that of the tokenizer)")
     parser.add_argument("--skip-bad-shards", action="store_true", help="leave out MDS shards that are damaged")
     parser.add_argument("--force", action="store_true", help="replace a prepared directory")
     options = vars(parser.parse_args(arguments))

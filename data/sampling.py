@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,7 @@ class Plan:
             used).
         sequence_length: T.
         packed, vocab_size, pad_id: what they say.
+        learned: of chats, the files beside `files` that mark the tokens which are learned; else empty.
     """
 
     files: list[Path]
@@ -116,11 +117,13 @@ class Plan:
     packed: bool
     vocab_size: int
     pad_id: int
+    learned: list[Path] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.dtype = np.dtype("<u2" if self.vocab_size <= 65535 else "<u4")
         self.ends = np.cumsum(self.length)
         self._open: dict[int, Any] = {}
+        self._marks: Plan | None = None
 
     @property
     def samples(self) -> int:
@@ -128,7 +131,7 @@ class Plan:
 
     def digest(self) -> str:
         """Hex digest of everything that the samples depend on."""
-        names = [file.name for file in self.files]
+        names = [file.name for file in [*self.files, *self.learned]]
         digest = hashlib.sha256(repr((names, self.sequence_length, self.packed, self.vocab_size, self.pad_id)).encode())
         for values in (self.unit, self.begin, self.length):
             digest.update(np.ascontiguousarray(values, np.int64).data)
@@ -166,6 +169,15 @@ class Plan:
         ids = ids.reshape(shape)
         return tokens, np.where(ids < 0, -1, ids - ids[:, :1])
 
+    def marks(self, first: int, last: int) -> np.ndarray | None:
+        """The tokens of samples [first, last) that are learned, [n, T] bool; None when all are."""
+        if not self.learned:
+            return None
+        if self._marks is None:  # laid out as the ids are: the same plan, on other files
+            self._marks = replace(self, files=self.learned, vocab_size=2, pad_id=0, learned=[])
+            self._marks.dtype = np.dtype(np.uint8)
+        return self._marks.read(first, last)[0].astype(bool)
+
     def _rows(self, first: int, last: int) -> np.ndarray:
         inside = np.arange(self.sequence_length) < self.length[first:last, None]
         return np.where(inside, 0, -1)
@@ -182,17 +194,24 @@ def write_shard(plan: Plan, split: str, samples_of_a_shard: int, folder: Path, n
     note = folder.with_name(f"{folder.name}-{split}-{number:05d}.json")
     if note.is_file():
         known = json.loads(note.read_text())
-        entries = [known["shard"][kind] for kind in ("tokens", "documents")]
+        entries = [entry for entry in known["shard"].values() if isinstance(entry, dict)]
         if all((folder / entry["file"]).is_file() for entry in entries):
             if all(_sha256(folder / entry["file"]) == entry["sha256"] for entry in entries):
                 return known
     writer = ShardWriter(
-        folder, split, number, sequence_length=plan.sequence_length, vocab_size=plan.vocab_size, documents=True
+        folder,
+        split,
+        number,
+        sequence_length=plan.sequence_length,
+        vocab_size=plan.vocab_size,
+        documents=True,
+        learned=bool(plan.learned),
     )
     first, last = number * samples_of_a_shard, min((number + 1) * samples_of_a_shard, plan.samples)
     step = max(1, BLOCK // plan.sequence_length)
     for begin in range(first, last, step):
-        writer.add(*plan.read(begin, min(begin + step, last)))
+        end = min(begin + step, last)
+        writer.add(*plan.read(begin, end), learned=plan.marks(begin, end))
     done = {"shard": writer.close(), "tokens": writer.tokens}
     aside = note.with_suffix(".tmp")
     aside.write_text(json.dumps(done))

@@ -1,9 +1,10 @@
 """What `prepare.py` reads: files and MDS shards, grouped into units, and each unit turned into token ids on disk.
 
 A unit is what one process reads at a time and what a killed run need not read again: one file of JSON lines, one MDS
-shard, or some small files of text. `read_unit` leaves three files in the work folder, named after the unit's content:
+shard, or some small files of text. `read_unit` leaves these files in the work folder, named after the unit's content:
 
     KEY.ids     every document's token ids, one after the other, uint16 or uint32
+    KEY.learned of chats: 1 for each of these that is learned, else 0, uint8
     KEY.npy     [documents] of (length, sha256), the latter of the UTF-8 text, or of the uint32 ids of what came
                 tokenised
     KEY.json    counts, problems, and the sha256 of the other two; written last, so it says that the unit is whole
@@ -15,12 +16,14 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from chat import BadChat, load_chat, parse_chat
 from mds import BadShard, Shard, read_index
 
 TEXT = (".txt", ".text", ".md", ".markdown", ".py")
@@ -47,6 +50,8 @@ class Reading:
     tokenizer: str
     vocab_size: int
     text_field: str
+    chat: bool = False
+    chat_template: str | None = None
 
     def key(self, unit: Unit) -> str:
         """The name of the unit's files in the work folder."""
@@ -113,8 +118,10 @@ def find_units(sources: list[str]) -> list[Unit]:
     return units
 
 
-def read_documents(files: tuple[str, ...], text_field: str) -> Iterator[dict[str, Any]]:
+def read_documents(files: tuple[str, ...], text_field: str, chat: bool = False) -> Iterator[dict[str, Any]]:
     """Read documents of text and JSON lines; what is bad becomes a row of its own, with no text and the problem named.
+
+    With `chat`, the text of a JSON line is its list of messages.
 
     Yields:
         dict(text, file, line, problem); line counts from 1, problem is "" for a document.
@@ -129,7 +136,7 @@ def read_documents(files: tuple[str, ...], text_field: str) -> Iterator[dict[str
                             raw = raw.removeprefix(b"\xef\xbb\xbf")
                         if raw.strip():
                             empty = False
-                            text, problem = parse_line(raw, text_field)
+                            text, problem = parse_chat(raw) if chat else parse_line(raw, text_field)
                             yield {"text": text, "file": file, "line": line, "problem": problem}
                         line += 1
                 if empty:
@@ -239,32 +246,43 @@ def read_unit(unit: Unit, reading: Reading, folder: Path, skip_bad_shards: bool)
     """
     key = reading.key(unit)
     ids_file, table_file, note = (folder / f"{key}{suffix}" for suffix in (".ids", ".npy", ".json"))
+    learned_file = folder / f"{key}.learned"
     if note.is_file():
         known = json.loads(note.read_text())
-        if known["sha256"] == [_digest(ids_file), _digest(table_file)]:
+        if known["sha256"] == [_digest(ids_file), _digest(table_file), _digest(learned_file)]:
             return known["result"]
     dtype = np.dtype("<u2" if reading.vocab_size <= 65535 else "<u4")
     table, problems, tokens, written = bytearray(), [], 0, hashlib.sha256()
 
-    def documents() -> Iterator[tuple[np.ndarray, bytes]]:
+    def documents() -> Iterator[tuple[np.ndarray, np.ndarray | None, bytes]]:
         if unit.shard is not None:
             for ids in read_shard(unit.shard, reading.vocab_size):
-                yield ids, hashlib.sha256(ids.tobytes()).digest()
+                yield ids, None, hashlib.sha256(ids.tobytes()).digest()
             return
         encode = load_tokenizer(reading.tokenizer)[0]
-        for row in read_documents(unit.files, reading.text_field):
-            text = row.pop("text")
+        encode_chat = load_chat(reading.tokenizer, reading.chat_template) if reading.chat else None
+        for row in read_documents(unit.files, reading.text_field, reading.chat):
+            text, learned = row.pop("text"), None
+            if not row["problem"] and encode_chat is not None:
+                try:
+                    ids, learned, text = encode_chat(text)
+                except BadChat as error:
+                    row["problem"] = str(error)
             if row["problem"]:
                 problems.append(row)
             else:
-                yield encode(text), hashlib.sha256(text.encode()).digest()
+                yield encode(text) if learned is None else ids, learned, hashlib.sha256(text.encode()).digest()
 
     try:
-        with open(ids_file, "wb") as file:
-            for ids, digest in documents():
+        with ExitStack() as files:
+            file = files.enter_context(open(ids_file, "wb"))
+            marks = files.enter_context(open(learned_file, "wb")) if reading.chat else None
+            for ids, learned, digest in documents():
                 content = np.ascontiguousarray(ids, dtype).data
                 file.write(content)
                 written.update(content)
+                if marks is not None:
+                    marks.write(learned.astype(np.uint8).data)
                 table += len(ids).to_bytes(8, "little") + digest
                 tokens += len(ids)
     except BadShard as error:
@@ -276,7 +294,8 @@ def read_unit(unit: Unit, reading: Reading, folder: Path, skip_bad_shards: bool)
     np.save(table_file, np.frombuffer(table, DOCUMENT))
     result = {"key": key, "documents": len(table) // DOCUMENT.itemsize, "tokens": tokens, "problems": problems}
     aside = note.with_suffix(".tmp")
-    aside.write_text(json.dumps({"sha256": [written.hexdigest(), _digest(table_file)], "result": result}))
+    digests = [written.hexdigest(), _digest(table_file), _digest(learned_file)]
+    aside.write_text(json.dumps({"sha256": digests, "result": result}))
     os.replace(aside, note)
     return result
 

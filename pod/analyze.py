@@ -65,10 +65,10 @@ def analyze(recipe: Recipe) -> LayerBlocks:
 
 
 def group(recipe: Recipe, similarity: Tensor) -> LayerBlocks:
-    """The blocks that the recipe asks for: by threshold when it names one, else by saving."""
+    """The blocks that the recipe asks for: by threshold when it names one, else by saving and method."""
     if recipe.blocks.threshold is not None:
         return LayerBlocks.from_similarity(similarity, recipe.blocks.threshold)
-    return LayerBlocks.for_saving(similarity, recipe.blocks.kv_saving)
+    return LayerBlocks.for_saving(similarity, recipe.blocks.kv_saving, recipe.blocks.method)
 
 
 def savings_table(similarity: Tensor) -> str:

@@ -2,9 +2,11 @@
 
 A block is a run of consecutive layers of one KV head; its lowest layer, the anchor, holds the keys of distant tokens
 for all of them. Blocks are found from a similarity of attention scores by the greedy grouping of PoD (arXiv 2412.02252,
-Algorithm 1), per KV head because a key can only be dropped when every query head that reads it shares.
+Algorithm 1), or by the partition that is best for a saving; per KV head because a key can only be dropped when every
+query head that reads it shares.
 
     blocks = LayerBlocks.for_saving(similarity, kv_saving=0.35)    # similarity: [H_kv, L, L]
+    blocks = LayerBlocks.for_saving(similarity, kv_saving=0.35, method="sum")
     blocks.save("blocks.json")
 
 Shapes: L layers, H_kv KV heads, C candidate thresholds.
@@ -25,6 +27,7 @@ from torch import Tensor
 
 FORMAT = "pod-layer-blocks"
 FORMAT_VERSION = 1
+METHODS = ("greedy", "sum", "worst")  # of `for_saving`
 # Similarities are averages of many float32 numbers: so much above 1, below 0 or off symmetry is rounding, not an error.
 SIMILARITY_TOLERANCE = 1e-4
 
@@ -81,21 +84,32 @@ class LayerBlocks:
         return cls(anchors, {"threshold": threshold})
 
     @classmethod
-    def for_saving(cls, similarity: Tensor, kv_saving: float = 0.35) -> LayerBlocks:
-        """Group layers with the largest threshold that saves at least the wanted share of the KV cache.
+    def for_saving(cls, similarity: Tensor, kv_saving: float = 0.35, method: str = "greedy") -> LayerBlocks:
+        """Group layers so that at least the wanted share of the KV cache is saved.
 
-        Greedy grouping only changes at the similarities themselves, so these are all the thresholds there are, and
-        every one is tried, in one pass. A part of a block would be a block too, so greedy blocks are the fewest
-        and a lower threshold never saves less: no other threshold comes closer to what is wanted from above.
+        greedy: Algorithm 1 with the largest threshold that saves enough. Greedy grouping only changes at the
+        similarities themselves, so these are all the thresholds there are, and every one is tried, in one pass. A part
+        of a block would be a block too, so greedy blocks are the fewest and a lower threshold never saves less: no
+        other threshold comes closer to what is wanted from above. It often saves more, as several layers may join at
+        one threshold.
+
+        sum, worst: of all partitions of all heads that share exactly as many layers as the wanted saving takes, the one
+        whose sharing layers are most like **their anchors**, the only layers whose scores they are given: `sum`
+        maximises the summed similarity of each to its anchor, `worst` the smallest of these, and among partitions
+        equal in that the sum. The heads' tables (best sum for each number of shared layers) are put together by dynamic
+        programming over the heads, so the result is exact, not a relaxation's.
 
         Args:
             similarity: [H_kv, L, L], as in `from_similarity`.
             kv_saving: the wanted share of the dense cache's bytes, in [0, 0.5]; 0 gives `dense`.
+            method: "greedy", "sum" or "worst".
 
         Raises:
-            ValueError: the similarity is not valid, `kv_saving` is outside [0, 0.5], or it is more than a model of L
-                layers can give, (L - 1) / 2L. The message names that maximum.
+            ValueError: the similarity is not valid, the method is unknown, `kv_saving` is outside [0, 0.5], or it is
+                more than a model of L layers can give, (L - 1) / 2L. The message names that maximum.
         """
+        if method not in METHODS:
+            raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
         similarity = _validated_similarity(similarity)
         num_kv_heads, num_layers, _ = similarity.shape
         kv_saving = float(kv_saving)
@@ -113,12 +127,18 @@ class LayerBlocks:
                 f"kv_saving={kv_saving:g} is more than this model can give: with {num_layers} layers the maximum is "
                 f"{maximum:.4f} (one block per KV head)"
             )
+        pairs = 2 * num_layers * num_kv_heads
         lower = torch.ones(num_layers, num_layers, dtype=torch.bool, device="cpu").tril(-1)
         candidates = similarity[:, lower].unique()  # [C], ascending
+        if method != "greedy":
+            wanted = next(count for count in range(pairs) if count / pairs >= kv_saving)
+            worst = _largest_worst(similarity, candidates, wanted) if method == "worst" else 0.0
+            anchors = _best_anchors(similarity, worst, wanted)
+            return cls(anchors, {"method": method})
         shared = torch.zeros(len(candidates), dtype=torch.int64, device="cpu")
         for layer, anchors in enumerate(_greedy_anchors(similarity, candidates)):
             shared += (anchors != layer).sum(dim=-1)
-        enough = shared.double() / (2 * num_layers * num_kv_heads) >= kv_saving
+        enough = shared.double() / pairs >= kv_saving
         threshold = candidates[enough.nonzero()[-1, 0]].item()
         return cls.from_similarity(similarity, threshold)
 
@@ -347,6 +367,71 @@ def _greedy_anchors(similarity: Tensor, thresholds: Tensor) -> Iterator[Tensor]:
         joins = least[heads, anchors] >= thresholds[:, None]  # [C, H_kv]
         anchors = torch.where(joins, anchors, layer)
         yield anchors
+
+
+def _tables(similarity: Tensor, worst: float) -> tuple[Tensor, Tensor]:
+    """The best partitions of each head's lowest layers, for every number of them and of shared ones.
+
+    similarity: [H_kv, L, L] float64. worst: what a layer's similarity to its anchor must be at least.
+
+    Returns:
+        best: [H_kv, L + 1, L] float64: entry [g, e, m] is the largest summed similarity to the anchors over all
+            partitions of head g's layers 0 .. e-1 that share m of them, -inf where there is none.
+        starts: [H_kv, L + 1, L] int64, where the last block of that partition begins.
+    """
+    num_kv_heads, num_layers, _ = similarity.shape
+    alike = similarity.mT.triu(1)  # [g, anchor, layer], of [higher, lower] entries
+    alike = alike.masked_fill(alike < worst, -torch.inf).triu(1)
+    sums = alike.cumsum(-1)  # [g, s, l]: of a block s .. l
+    best = torch.full((num_kv_heads, num_layers + 1, num_layers), -torch.inf, dtype=torch.float64, device="cpu")
+    starts = torch.zeros(num_kv_heads, num_layers + 1, num_layers, dtype=torch.int64, device="cpu")
+    best[:, 0, 0] = 0.0
+    for end in range(1, num_layers + 1):
+        for start in range(end):
+            shared = end - start - 1
+            found = best[:, start, : num_layers - shared] + sums[:, start, end - 1, None]
+            better = found > best[:, end, shared:]
+            best[:, end, shared:] = torch.where(better, found, best[:, end, shared:])
+            starts[:, end, shared:] = torch.where(better, start, starts[:, end, shared:])
+    return best, starts
+
+
+def _largest_worst(similarity: Tensor, candidates: Tensor, wanted: int) -> float:
+    """The largest of the candidates (ascending) at which the heads together can share so many layers."""
+    low, high = 0, len(candidates)  # at the lowest, all layers can share
+    while high - low > 1:
+        middle = (low + high) // 2
+        best, _ = _tables(similarity, candidates[middle].item())
+        # Whatever can be shared, one less can: the last layer of a block becomes a block.
+        most = int((best[:, -1].isfinite().sum(-1) - 1).sum())
+        low, high = (middle, high) if most >= wanted else (low, middle)
+    return candidates[low].item()
+
+
+def _best_anchors(similarity: Tensor, worst: float, wanted: int) -> Tensor:
+    """[L, H_kv] anchors of the partition that shares `wanted` layers, with the largest summed similarity to anchors."""
+    num_kv_heads, num_layers, _ = similarity.shape
+    best, starts = _tables(similarity, worst)
+    # total[m]: the best of the heads so far that share m layers together; counts: how many of these the last one does.
+    total = torch.full((wanted + 1,), -torch.inf, dtype=torch.float64, device="cpu")
+    total[0] = 0.0
+    counts = torch.zeros(num_kv_heads, wanted + 1, dtype=torch.int64, device="cpu")
+    for head in range(num_kv_heads):
+        before, total = total, torch.full_like(total, -torch.inf)
+        for count in range(min(num_layers, wanted + 1)):
+            found = before[: wanted + 1 - count] + best[head, -1, count]
+            better = found > total[count:]
+            total[count:] = torch.where(better, found, total[count:])
+            counts[head, count:] = torch.where(better, count, counts[head, count:])
+    anchors = torch.empty(num_layers, num_kv_heads, dtype=torch.int64, device="cpu")
+    for head in reversed(range(num_kv_heads)):
+        count, end = int(counts[head, wanted]), num_layers
+        wanted -= count
+        while end > 0:
+            start = int(starts[head, end, count])
+            anchors[start:end, head] = start
+            count, end = count - (end - start - 1), start
+    return anchors
 
 
 def _validated_similarity(similarity: Tensor) -> Tensor:

@@ -8,6 +8,8 @@ A prepared directory is written by `data/prepare.py` or `data/demo_corpus.py` an
                                  absent when every sample is one whole document
     answers-SPLIT-00000.bin      [n, T] uint8, 1 where a token answers a question that the sample itself has answered
                                  before (a planted key's digits); absent when nobody marked any
+    learned-SPLIT-00000.bin      [n, T] uint8, 1 where a token is learned (the assistant's turns of a chat); absent when
+                                 all are
     held-out-sha256.txt          sha256 of each held-out document's text, sorted, one a line
 
 Splits are "train" and "validation". T is the sample length, n a shard's number of samples.
@@ -36,17 +38,18 @@ VERSION = 1
 PADDING = 65535  # in a documents file
 IGNORED = -100  # a label that no loss counts
 SHARD_BYTES = 2**30
-KINDS = ("tokens", "documents", "answers")  # of files; the first is always there
+KINDS = ("tokens", "documents", "answers", "learned")  # of files; the first is always there
 
 
 class ShardWriter:
-    """Writes the files of one shard: its tokens, its document ids unless every sample is one document, its answers.
+    """Writes the files of one shard: its tokens, its document ids unless every sample is one document, its marks.
 
     Args:
         directory: where the files go.
         split, number: which shard, as in its files' names.
         sequence_length, vocab_size: as in `SampleWriter`.
-        documents, answers: whether samples come with document ids, and with marked answers.
+        documents, answers, learned: whether samples come with document ids, with marked answers, with marks of what is
+            learned.
     """
 
     def __init__(
@@ -59,18 +62,23 @@ class ShardWriter:
         vocab_size: int,
         documents: bool,
         answers: bool = False,
+        learned: bool = False,
     ) -> None:
         self.sequence_length = sequence_length
         self.vocab_size = vocab_size
         self.dtype = token_dtype(vocab_size)
         self.samples = self.tokens = 0
-        kinds = ["tokens"] + ["documents"] * documents + ["answers"] * answers
+        kinds = ["tokens"] + ["documents"] * documents + ["answers"] * answers + ["learned"] * learned
         self._names = {kind: f"{kind}-{split}-{number:05d}.bin" for kind in kinds}
         self._files = {kind: open(directory / name, "wb") for kind, name in self._names.items()}
         self._digests = {kind: hashlib.sha256() for kind in kinds}
 
     def add(
-        self, tokens: np.ndarray, document_ids: np.ndarray | None = None, answers: np.ndarray | None = None
+        self,
+        tokens: np.ndarray,
+        document_ids: np.ndarray | None = None,
+        answers: np.ndarray | None = None,
+        learned: np.ndarray | None = None,
     ) -> None:
         """Append samples.
 
@@ -78,10 +86,11 @@ class ShardWriter:
             tokens: [T] or [n, T] integers in [0, vocab_size).
             document_ids: the same shape: non-decreasing in each sample, -1 (at the end only) for padding.
             answers: the same shape, bool: the tokens whose accuracy validation reports.
+            learned: the same shape, bool: the tokens that have labels; all when None.
 
         Raises:
-            ValueError: a wrong length or id, or document ids or answers where there must be none, or none where there
-                must be.
+            ValueError: a wrong length or id, or document ids, answers or marks where there must be none, or none where
+                there must be.
         """
         tokens = np.atleast_2d(np.asarray(tokens))
         if tokens.ndim != 2 or tokens.shape[1] != self.sequence_length:
@@ -90,13 +99,14 @@ class ShardWriter:
             raise ValueError(f"token ids span {tokens.min()} to {tokens.max()}, vocab_size is {self.vocab_size}")
         if (document_ids is not None) != ("documents" in self._files):
             raise ValueError("document_ids: for all samples of a split or for none")
-        if (answers is not None) != ("answers" in self._files):
-            raise ValueError("answers: for all samples of a split or for none")
-        if answers is not None:
-            answers = np.atleast_2d(np.asarray(answers))
-            if answers.shape != tokens.shape or answers.dtype != bool:
-                raise ValueError(f"answers are {answers.dtype} {answers.shape}: bool, {tokens.shape} as the tokens")
-            self._append("answers", answers.astype(np.uint8))
+        for kind, marks in (("answers", answers), ("learned", learned)):
+            if (marks is not None) != (kind in self._files):
+                raise ValueError(f"{kind}: for all samples of a split or for none")
+            if marks is not None:
+                marks = np.atleast_2d(np.asarray(marks))
+                if marks.shape != tokens.shape or marks.dtype != bool:
+                    raise ValueError(f"{kind} are {marks.dtype} {marks.shape}: bool, {tokens.shape} as the tokens")
+                self._append(kind, marks.astype(np.uint8))
         padding = 0
         if document_ids is not None:
             document_ids = np.atleast_2d(np.asarray(document_ids))
@@ -213,10 +223,10 @@ class SampleWriter:
             if self._directory is None:
                 shutil.rmtree(self.directory, ignore_errors=True)
 
-    def _entry(self, split: str, documents: bool, answers: bool) -> dict[str, Any]:
+    def _entry(self, split: str, documents: bool, answers: bool, learned: bool = False) -> dict[str, Any]:
         if split not in ("train", "validation"):
             raise ValueError(f"split is {split!r}: 'train' or 'validation'")
-        given = {"documents": documents, "answers": answers}
+        given = {"documents": documents, "answers": answers, "learned": learned}
         entry = self.splits.setdefault(split, {"samples": 0, "tokens": 0, **given, "shards": []})
         for kind, is_given in given.items():
             if entry[kind] != is_given:
@@ -275,7 +285,7 @@ class SampleWriter:
             shard: what `ShardWriter.close` returned.
             tokens: of the shard, without padding.
         """
-        entry = self._entry(split, "documents" in shard, "answers" in shard)
+        entry = self._entry(split, *(kind in shard for kind in KINDS[1:]))
         entry["shards"].append(shard)
         entry["samples"] += shard["samples"]
         entry["tokens"] += tokens
@@ -373,7 +383,7 @@ class PreparedData:
             )
 
     def _dtype(self, kind: str) -> np.dtype:
-        return {"tokens": self.dtype, "documents": np.dtype("<u2"), "answers": np.dtype(np.uint8)}[kind]
+        return {"tokens": self.dtype, "documents": np.dtype("<u2")}.get(kind, np.dtype(np.uint8))
 
     def verify(self) -> None:
         """Read every file and compare its sha256 with the index.
@@ -415,8 +425,9 @@ class PreparedDataset(Dataset):
     An item is a dict of int64 tensors of shape [T]:
 
         input_ids      token ids
-        labels         input_ids, unshifted (the model shifts, as Hugging Face's do), with -100 at padding and at each
-                       document's first token, which nothing before it foretells
+        labels         input_ids, unshifted (the model shifts, as Hugging Face's do), with -100 at padding, at each
+                       document's first token, which nothing before it foretells, and of chats outside of the
+                       assistant's turns
         document_ids   the document of each token, -1 for padding; absent when the sample is a single document (what
                        follows it, if it is padded, has no labels and is never looked at by causal attention)
         answers        bool, the marked tokens; absent when the split marks none
@@ -460,6 +471,8 @@ class PreparedDataset(Dataset):
         item = {"input_ids": input_ids, "labels": labels}
         if "answers" in self._maps:
             item["answers"] = torch.from_numpy(self._maps["answers"][shard][row].astype(bool))
+        if "learned" in self._maps:
+            labels[torch.from_numpy(self._maps["learned"][shard][row] == 0)] = IGNORED
         if "documents" in self._maps:
             document_ids = torch.from_numpy(self._maps["documents"][shard][row].astype(np.int64))
             document_ids[document_ids == PADDING] = -1

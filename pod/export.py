@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from pod.blocks import LayerBlocks
+from pod.lora import merge
 from pod.model import pod_config
 
 CARD = """---
@@ -119,6 +120,8 @@ def consolidated(directory: Path) -> dict:
 def rebuild(checkpoint: dict, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """The Hugging Face model of a checkpoint: a PoD model, or a stock one when its layers share nothing.
 
+    A checkpoint of LoRA holds adapters alone: they are merged into the weights of the base that they were trained on.
+
     Args:
         checkpoint: of `load_checkpoint`; its weights are taken out one by one, so that none is in memory twice.
         dtype: of the model; as in the checkpoint when None.
@@ -140,6 +143,12 @@ def rebuild(checkpoint: dict, dtype: torch.dtype | None = None) -> PreTrainedMod
         dense = LayerBlocks.dense(config.num_hidden_layers, config.num_key_value_heads)
         blocks = dense if hparams["blocks"] is None else LayerBlocks(hparams["blocks"])
         config = pod_config(config, blocks, hparams["sink_size"], hparams["recent_size"], hparams["share"])
+    if hparams.get("lora_rank"):
+        kept = dtype or getattr(torch, hparams["dtype"])
+        model = AutoModelForCausalLM.from_pretrained(hparams["base"], config=config, dtype=kept)
+        adapters = {name.removeprefix("model."): value for name, value in checkpoint.pop("state_dict").items()}
+        merge(model, adapters, hparams["lora_rank"], hparams["lora_alpha"])
+        return model.eval()
     weights, state = {}, checkpoint.pop("state_dict")
     for name in list(state):
         weight = state.pop(name).contiguous()

@@ -193,6 +193,7 @@ def strategy(recipe: Recipe) -> Strategy | str:
         logging_batch_size_per_gpu=recipe.data.micro_batch_size,
         offload_optimizer=trainer.offload != "nothing",
         offload_parameters=trainer.offload == "parameters",
+        exclude_frozen_parameters=recipe.lora.rank > 0 or recipe.distill.weight > 0,
     )
 
 
@@ -237,6 +238,7 @@ def fit(recipe: Recipe) -> lightning.Trainer:
         gradient_checkpointing=recipe.model.gradient_checkpointing,
         offload_checkpoints=recipe.model.offload_checkpoints,
         mlp_tiles=recipe.model.mlp_tiles,
+        compile=recipe.model.compile,
         lr=recipe.optimizer.lr,
         min_lr=recipe.optimizer.min_lr,
         betas=list(recipe.optimizer.betas),
@@ -245,6 +247,12 @@ def fit(recipe: Recipe) -> lightning.Trainer:
         max_steps=total,
         loss_chunk=recipe.trainer.loss_chunk,
         answer_weight=recipe.trainer.answer_weight,
+        distill_weight=recipe.distill.weight,
+        distill_temperature=recipe.distill.temperature,
+        lora_rank=recipe.lora.rank,
+        lora_alpha=recipe.lora.alpha,
+        lora_dropout=recipe.lora.dropout,
+        lora_targets=list(recipe.lora.targets),
         bytes_per_token=1.0 if data.prepared.tokenizer == "bytes" else None,
     )
     trainer = lightning.Trainer(

@@ -1,4 +1,4 @@
-"""Next-token loss in chunks of the sequence, so that a long sample's [T, vocab] logits are never whole in memory."""
+"""Losses in chunks of the sequence, so that a long sample's [T, vocab] logits are never whole in memory."""
 
 import torch
 from torch import Tensor, nn
@@ -39,10 +39,7 @@ def chunked_cross_entropy(
     Raises:
         ValueError: chunk < 1, or shapes that do not fit.
     """
-    if chunk < 1:
-        raise ValueError(f"chunk must be at least 1 position, got {chunk}")
-    if hidden_states.shape[:2] != targets.shape:
-        raise ValueError(f"targets {tuple(targets.shape)} do not fit hidden states {tuple(hidden_states.shape)}")
+    _check(hidden_states, targets, chunk)
 
     def part(states: Tensor, wanted: Tensor) -> Tensor:
         logits = lm_head(states).float()
@@ -55,3 +52,68 @@ def chunked_cross_entropy(
     for states, wanted in zip(hidden_states.split(chunk, dim=1), targets.split(chunk, dim=1), strict=True):
         total = total + checkpoint(part, states, wanted, use_reentrant=False)
     return total, (targets != IGNORED).sum()
+
+
+def chunked_distillation(
+    hidden_states: Tensor,
+    lm_head: nn.Module,
+    teacher_states: Tensor,
+    teacher_head: nn.Module,
+    targets: Tensor,
+    chunk: int = 1024,
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sums of next-token cross-entropies and of divergences from a teacher, `chunk` positions at a time.
+
+    The divergence of a position is that of Hinton et al. (arXiv 1503.02531): with logits divided by the temperature t,
+    t^2 * KL(teacher || student), whose gradient is of the same size at every t. Positions without a target have
+    neither. The student's logits are computed once for both sums, and once more in the backward; the teacher's twice
+    too, instead of being kept.
+
+    Args:
+        hidden_states: [B, T, hidden], the student's.
+        lm_head: maps them to [.., vocab].
+        teacher_states: [B, T, teacher's hidden], the teacher's; no gradient goes there.
+        teacher_head: maps them to [.., vocab].
+        targets: [B, T] int64, already shifted; -100 is ignored.
+        chunk: positions per chunk, >= 1.
+        temperature: t > 0.
+
+    Returns:
+        the sum of the cross-entropies and that of the divergences in nats, float32, and how many targets there were
+        (int64), all scalars.
+
+    Raises:
+        ValueError: chunk < 1, a temperature that is not above 0, or shapes that do not fit.
+    """
+    _check(hidden_states, targets, chunk)
+    if teacher_states.shape[:2] != targets.shape:
+        raise ValueError(f"targets {tuple(targets.shape)} do not fit the teacher's {tuple(teacher_states.shape)}")
+    if not temperature > 0:
+        raise ValueError(f"temperature must be above 0, got {temperature}")
+
+    def part(states: Tensor, taught: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            teacher = nn.functional.log_softmax(teacher_head(taught).float() / temperature, dim=-1)
+        logits = lm_head(states).float()
+        entropy = nn.functional.cross_entropy(
+            logits.flatten(0, 1), wanted.flatten(), ignore_index=IGNORED, reduction="sum"
+        )
+        student = nn.functional.log_softmax(logits / temperature, dim=-1)
+        divergence = nn.functional.kl_div(student, teacher, reduction="none", log_target=True).sum(dim=-1)
+        return entropy, divergence.masked_fill(wanted == IGNORED, 0.0).sum() * temperature**2
+
+    entropies = hidden_states.new_zeros((), dtype=torch.float32)
+    divergences = entropies
+    parts = (whole.split(chunk, dim=1) for whole in (hidden_states, teacher_states, targets))
+    for states, taught, wanted in zip(*parts, strict=True):
+        entropy, divergence = checkpoint(part, states, taught, wanted, use_reentrant=False)
+        entropies, divergences = entropies + entropy, divergences + divergence
+    return entropies, divergences, (targets != IGNORED).sum()
+
+
+def _check(hidden_states: Tensor, targets: Tensor, chunk: int) -> None:
+    if chunk < 1:
+        raise ValueError(f"chunk must be at least 1 position, got {chunk}")
+    if hidden_states.shape[:2] != targets.shape:
+        raise ValueError(f"targets {tuple(targets.shape)} do not fit hidden states {tuple(hidden_states.shape)}")

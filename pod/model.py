@@ -297,6 +297,21 @@ class PodModel:
             layer.self_attn.__class__ = self.pod_attention
             layer.self_attn.plan(blocks)
 
+    @contextmanager
+    def unshared(self) -> Iterator[None]:
+        """Inside, every layer has its own scores: the forward is that of the dense model on the same weights."""
+        share, self.config.share = self.config.share, "scores"
+        dense = LayerBlocks.dense(self.config.num_hidden_layers, self.config.num_key_value_heads)
+        for layer in self.layers:
+            layer.self_attn.plan(dense)
+        try:
+            yield
+        finally:
+            self.config.share = share
+            blocks = self.config.blocks
+            for layer in self.layers:
+                layer.self_attn.plan(blocks)
+
     def forward(
         self,
         input_ids: Tensor | None = None,

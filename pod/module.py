@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from transformers import (
 )
 
 from pod.blocks import LayerBlocks
-from pod.loss import IGNORED, chunked_cross_entropy, shifted
+from pod.lora import add_adapters, without_adapters
+from pod.loss import IGNORED, chunked_cross_entropy, chunked_distillation, shifted
 from pod.model import pod_config
 from pod.plan import GPUS
 from pod.sequence_parallel import SequenceGroup, SequenceShard, check_heads
@@ -43,15 +45,21 @@ class PodModule(lightning.LightningModule):
         gradient_checkpointing: recompute each layer in the backward.
         offload_checkpoints: what the recomputation starts from waits in the CPU's memory.
         mlp_tiles: parts of the tokens on which the MLP runs one after the other.
+        compile: run the layers through torch.compile.
         lr, min_lr: the cosine's two ends.
         betas, weight_decay: AdamW's; norms, biases and embeddings are not decayed.
         warmup_steps, max_steps: optimiser steps.
         loss_chunk: positions whose logits are in memory at once.
         answer_weight: the mean loss over the batch's marked answers, times this, is added to the training loss.
+        distill_weight: share of the training loss that is the divergence from the dense base, in [0, 1].
+        distill_temperature: what both models' logits are divided by in that divergence.
+        lora_rank: of the adapters that are trained instead of the weights; 0 trains the weights.
+        lora_alpha, lora_dropout, lora_targets: see `pod.lora.add_adapters`.
         bytes_per_token: 1.0 for byte tokenizers: bits per byte is then logged; None logs none.
 
     Raises:
-        ValueError: neither or both of base and model_config.
+        ValueError: neither or both of base and model_config; or distillation or adapters without a
+            base.
     """
 
     def __init__(
@@ -68,6 +76,7 @@ class PodModule(lightning.LightningModule):
         gradient_checkpointing: bool = False,
         offload_checkpoints: bool = False,
         mlp_tiles: int = 1,
+        compile: bool = False,
         lr: float = 1e-5,
         min_lr: float = 0.0,
         betas: tuple[float, float] = (0.9, 0.95),
@@ -76,13 +85,23 @@ class PodModule(lightning.LightningModule):
         max_steps: int = 1000,
         loss_chunk: int = 1024,
         answer_weight: float = 0.0,
+        distill_weight: float = 0.0,
+        distill_temperature: float = 1.0,
+        lora_rank: int = 0,
+        lora_alpha: float = 16.0,
+        lora_dropout: float = 0.0,
+        lora_targets: Sequence[str] = ("q", "k", "v", "o"),
         bytes_per_token: float | None = None,
     ) -> None:
         super().__init__()
         if (base is None) == (model_config is None):
             raise ValueError("give exactly one of base (a model to start from) and model_config (one from scratch)")
+        if (distill_weight or lora_rank) and base is None:
+            raise ValueError("distill_weight and lora_rank need a base: a model from scratch teaches nothing")
         self.save_hyperparameters()
         self.model: PreTrainedModel | None = None
+        self.teacher: PreTrainedModel | None = None
+        self.strict_loading = not (distill_weight or lora_rank)  # a checkpoint holds what is trained
         self.validation_loss = torchmetrics.MeanMetric()
         self.validation_answers = torchmetrics.MeanMetric()
         self.validation_gates = nn.ModuleList()  # one mean for each layer
@@ -100,6 +119,8 @@ class PodModule(lightning.LightningModule):
         if self.sequence_group is not None:
             check_heads(config.num_attention_heads, heads, self.sequence_group.size)
         blocks = LayerBlocks.dense(layers, heads) if hparams.blocks is None else LayerBlocks(hparams.blocks)
+        dense = LayerBlocks.dense(layers, heads)
+        teaching = pod_config(config, dense, hparams.sink_size, hparams.recent_size, "scores")
         config = pod_config(config, blocks, hparams.sink_size, hparams.recent_size, hparams.share)
         # Made as a PoD model at once, not converted: under ZeRO-3 the parameters are sharded while they are made.
         if hparams.base is not None:
@@ -110,6 +131,14 @@ class PodModule(lightning.LightningModule):
                 for module in self.model.modules():
                     if isinstance(module, nn.Linear | nn.Embedding):
                         module.reset_parameters()
+        if hparams.lora_rank:
+            add_adapters(self.model, hparams.lora_rank, hparams.lora_alpha, hparams.lora_dropout, hparams.lora_targets)
+        elif hparams.distill_weight:
+            # A PoD model of blocks of one layer is the dense one, and takes a part of a sequence as the student does.
+            self.teacher = AutoModelForCausalLM.from_pretrained(hparams.base, config=teaching, dtype=dtype)
+            self.teacher.requires_grad_(False)
+            for layer in self.teacher.model.layers:
+                layer.mlp_tiles = hparams.mlp_tiles
         if hparams.gradient_checkpointing:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.model.model.offload_checkpoints = hparams.offload_checkpoints
@@ -118,6 +147,10 @@ class PodModule(lightning.LightningModule):
             # DDP and ZeRO wait for the gradient of whatever is not frozen.
             for parameter in layer.self_attn.unused_parameters():
                 parameter.requires_grad_(False)
+        if hparams.compile:
+            for model in (self.model, self.teacher):
+                if model is not None:
+                    model.model.compile()
         self.validation_gates.extend(torchmetrics.MeanMetric() for _ in range(layers))
         self.model.train()
 
@@ -135,11 +168,22 @@ class PodModule(lightning.LightningModule):
         Args:
             batch: input_ids [B, T], optionally document_ids [B, T]; whole on every rank.
         """
+        return self._states(self.model, batch)
+
+    def _states(self, model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
         ids = batch["input_ids"]
-        output = self.model.model(
+        output = model.model(
             ids, document_ids=batch.get("document_ids"), use_cache=False, sequence=self._shard(ids.shape[1])
         )
         return output.last_hidden_state
+
+    @torch.no_grad()
+    def teacher_states(self, batch: dict[str, Tensor]) -> Tensor:
+        """`hidden_states` of the frozen dense base: a model of its own, or with LoRA the same one without adapters."""
+        if self.teacher is not None:
+            return self._states(self.teacher, batch)
+        with without_adapters(self.model), self.model.model.unshared():
+            return self._states(self.model, batch)
 
     def _targets(self, labels: Tensor) -> tuple[Tensor, Tensor]:
         """What each of the rank's positions foretells [B, t], and the number of targets of the whole batch."""
@@ -177,12 +221,43 @@ class PodModule(lightning.LightningModule):
         marked = targets != IGNORED
         return self.model.lm_head(hidden_states[marked]), targets[marked], count
 
+    def distillation(
+        self, batch: dict[str, Tensor], hidden_states: Tensor, teacher_states: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `loss`, with the sum of the divergences from the teacher in its midst.
+
+        Args:
+            batch: input_ids [B, T], optionally labels [B, T] (-100 is ignored).
+            hidden_states, teacher_states: [B, T, hidden], of the same batch.
+        """
+        targets, count = self._targets(batch.get("labels", batch["input_ids"]))
+        entropies, divergences, _ = chunked_distillation(
+            hidden_states,
+            self.model.lm_head,
+            teacher_states,
+            (self.teacher or self.model).lm_head,
+            targets,
+            self.hparams.loss_chunk,
+            self.hparams.distill_temperature,
+        )
+        return entropies * self._ranks, divergences * self._ranks, count
+
     def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+        weight = self.hparams.distill_weight
+        # The teacher goes first: what its layers take is gone before the student's forward keeps anything.
+        teacher_states = self.teacher_states(batch) if weight else None
         hidden_states = self.hidden_states(batch)
-        total, count = self.loss(batch, hidden_states)
+        if weight:
+            total, divergences, count = self.distillation(batch, hidden_states, teacher_states)
+        else:
+            total, count = self.loss(batch, hidden_states)
         loss = total / count.clamp(min=1)
         self._tokens += batch["input_ids"].numel()
         self.log("train_loss", loss.detach(), prog_bar=True, sync_dist=True)
+        if weight:
+            divergence = divergences / count.clamp(min=1)
+            self.log("train_divergence", divergence.detach(), sync_dist=True)
+            loss = (1 - weight) * loss + weight * divergence
         if self.hparams.answer_weight and "answers" in batch:
             logits, ids, count = self.answers(batch, hidden_states)
             answer_loss = nn.functional.cross_entropy(logits.float(), ids, reduction="sum")
@@ -222,8 +297,15 @@ class PodModule(lightning.LightningModule):
             self.log("grad_norm", norm())
 
     def flops_per_token(self) -> float:
-        """Floating-point operations of forward and backward per token, attention left out: 6 per parameter in use."""
-        return 6.0 * sum(math.prod(_shape(p)) for p in self.parameters() if p.requires_grad)
+        """Floating-point operations of forward and backward per token, attention left out.
+
+        6 per parameter that is trained, 4 per frozen one, 0 per unused one, 2 per one of the teacher.
+        """
+        unused = {id(p) for layer in self.model.model.layers for p in layer.self_attn.unused_parameters()}
+        used = (p for p in self.model.parameters() if id(p) not in unused)
+        student = sum((6 if p.requires_grad else 4) * math.prod(_shape(p)) for p in used)
+        teacher = 0 if self.teacher is None else sum(math.prod(_shape(p)) for p in self.teacher.parameters())
+        return float(student + 2 * teacher)
 
     def _peak_flops(self) -> float | None:
         if self.device.type != "cuda":
@@ -283,6 +365,7 @@ class PodModule(lightning.LightningModule):
             {"params": decayed, "weight_decay": hparams.weight_decay},
             {"params": list(dict.fromkeys(others)), "weight_decay": 0.0},
         ]
+        groups = [group for group in groups if group["params"]]  # adapters are all matrices
         optimizer = torch.optim.AdamW(groups, lr=hparams.lr, betas=tuple(hparams.betas))
         schedule = get_cosine_with_min_lr_schedule_with_warmup(
             optimizer, hparams.warmup_steps, hparams.max_steps, min_lr=hparams.min_lr
@@ -290,10 +373,25 @@ class PodModule(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if "state_dict" in checkpoint:
+            state = checkpoint["state_dict"]
+            checkpoint["state_dict"] = {name: value for name, value in state.items() if name not in self._names(False)}
         checkpoint["rng_state"] = torch.get_rng_state()
         checkpoint["accumulate"] = self.trainer.accumulate_grad_batches
 
+    def _names(self, trained: bool) -> set[str]:
+        """Names of the parameters that are trained, or of those that are not."""
+        named = self.named_parameters(remove_duplicate=False)
+        return {name for name, parameter in named if parameter.requires_grad == trained}
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if not self.strict_loading and "state_dict" in checkpoint and self.model is not None:
+            missing = self._names(True) - set(checkpoint["state_dict"])
+            if missing:
+                raise ValueError(
+                    f"the checkpoint lacks {len(missing)} of the tensors that are trained, {min(missing)} among them: "
+                    "continue with the lora.rank and lora.targets of its run, or begin a new one"
+                )
         if self._trainer is not None and "accumulate" in checkpoint:
             # Another number of processes makes a step of another number of micro-batches, which Lightning counts.
             progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]

@@ -141,6 +141,18 @@ class Shape:
         ends = self.vocab * self.hidden * (1 if self.tied else 2) + self.hidden
         return self.layers * (self.layer_matrices + norms + biases) + ends
 
+    def adapters(self, rank: int, targets: Sequence[str]) -> int:
+        """Parameters of LoRA's adapters of this rank beside these projections of every layer."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        sides = {
+            "q": self.hidden + queries,
+            "k": self.hidden + keys,
+            "v": self.hidden + keys,
+            "o": queries + self.hidden,
+        }
+        sides |= dict.fromkeys(("gate", "up", "down"), self.hidden + self.intermediate)
+        return self.layers * rank * sum(sides[target] for target in targets)
+
     def flops_per_token(self, length: int, idle: int = 0) -> tuple[float, float]:
         """(of the matrices, of attention), forward and backward of one token in a sample of `length` tokens.
 
@@ -214,6 +226,10 @@ class Memory:
         loss_chunk: positions whose logits are in memory at once.
         tiled_mlp: the MLP runs over min(t, h) positions at once.
         offload_checkpoints, offload_optimizer, offload_parameters: these lie in the host's memory.
+        adapters: parameters of LoRA's adapters, the only ones that are trained, float32 outside of ZeRO; 0: all are
+            trained. What a layer keeps is counted as if all were: frozen matrices keep less, and peft's float32 copies
+            of a bfloat16 layer's inputs are not counted.
+        distills: a dense teacher's logits are compared. teacher: it is a second copy of the weights.
     """
 
     shape: Shape
@@ -232,39 +248,54 @@ class Memory:
     offload_checkpoints: bool = False
     offload_optimizer: bool = False
     offload_parameters: bool = False
+    adapters: int = 0
+    distills: bool = False
+    teacher: bool = False
 
     # What the model weighs
 
     @property
+    def _all(self) -> int:
+        """Parameters, trained or not: the model's, its adapters', the teacher's."""
+        return self.shape.parameters * (1 + self.teacher) + self.adapters
+
+    @property
     def _share(self) -> float:
         """Parameters that this GPU keeps."""
-        return self.shape.parameters / (self.processes if self.zero else 1)
+        return self._all / (self.processes if self.zero else 1)
 
     @property
     def _trained(self) -> float:
-        """Those of them that are not frozen."""
-        idle = self.sharing.idle * self.shape.kv_parameters
-        return self._share * (1 - idle / self.shape.parameters)
+        """Of these, the ones that are trained: what no output depends on is frozen."""
+        used = self.shape.parameters - self.sharing.idle * self.shape.kv_parameters
+        return (self.adapters or used) / (self.processes if self.zero else 1)
+
+    @property
+    def _gradient_bytes(self) -> int:
+        """Of a parameter that is trained."""
+        return self.activation_bytes if self.zero else 4 if self.adapters else self.weight_bytes
 
     @property
     def parameters(self) -> float:
         if self.offload_parameters:
             return 0.0
-        return self._share * (self.activation_bytes if self.zero else self.weight_bytes)
+        if self.zero:
+            return self._share * self.activation_bytes
+        return (self._all - self.adapters) * self.weight_bytes + 4 * self.adapters
 
     @property
     def gradients(self) -> float:
         # With the optimiser offloaded, ZeRO-3 keeps its gradients beside it.
         if self.zero and self.offload_optimizer:
             return 0.0
-        return self._trained * (self.activation_bytes if self.zero else self.weight_bytes)
+        return self._trained * self._gradient_bytes
 
     @property
     def optimizer(self) -> float:
         """AdamW's two moments, and under ZeRO the float32 weights beside them, float32 too, whatever computes."""
         if self.offload_optimizer:
             return 0.0
-        return self._trained * (12 if self.zero else 2 * self.weight_bytes)
+        return self._trained * (12 if self.zero else 2 * self._gradient_bytes)
 
     # What a sample leaves
 
@@ -361,21 +392,26 @@ class Memory:
 
     @property
     def logits(self) -> float:
-        """One chunk's logits, in float32 with their log-softmax and gradient, and the head's gradient in its type."""
+        """One chunk's logits, in float32 with their log-softmax and gradient, and the head's gradient in its type.
+
+        With a teacher: its log-softmax and its exponential, the student's log-softmax at the temperature, a gradient.
+        """
         rows = self.micro_batch * min(self.loss_chunk, self.length / self.sequence_parallel)
-        return rows * self.shape.vocab * (12 + (2 * self.activation_bytes if self.activation_bytes < 4 else 0))
+        each = 12 + (16 if self.distills else 0)
+        return rows * self.shape.vocab * (each + (2 * self.activation_bytes if self.activation_bytes < 4 else 0))
 
     @property
     def communication(self) -> float:
         """Gathered parameters and the reduction's bucket of ZeRO-3, or DDP's buckets; the exchange of heads."""
         total = 0.0
         if self.zero and (self.processes > 1 or self.offload_parameters):
-            total += self.activation_bytes * min(MAX_LIVE, self.shape.parameters)
+            total += self.activation_bytes * min(MAX_LIVE, self._all)
         if self.zero:
             largest = self.shape.vocab * self.shape.hidden
-            total += self.activation_bytes * min(max(REDUCE_BUCKET, largest), self.shape.parameters)
+            trained = self.adapters or self.shape.parameters
+            total += self.activation_bytes * min(max(REDUCE_BUCKET, largest), trained)
         elif self.processes > 1:
-            total += self.weight_bytes * self.shape.parameters
+            total += self._gradient_bytes * self._trained
         if self.sequence_parallel > 1:
             total += self.activation_bytes * 2 * (self._queries + self._keys)
         return total
@@ -399,7 +435,8 @@ class Memory:
         states = self.parameters + self.gradients + self.optimizer
         # The last norm's share of the checkpoints is gone before the layers' backward begins.
         before = self._end if self.checkpointing else 0
-        return states + self.checkpoints - before + self.working + self.communication + RESERVED
+        taught = self._states if self.distills else 0  # the teacher's hidden states wait for the loss
+        return states + self.checkpoints - before + taught + self.working + self.communication + RESERVED
 
     @property
     def host(self) -> float:
@@ -472,8 +509,15 @@ class Plan:
 
     @property
     def flops_per_token(self) -> tuple[float, float]:
-        """Of the matrices, of attention."""
-        return self.memory.shape.flops_per_token(self.memory.length, self.memory.sharing.idle)
+        """As `Shape.flops_per_token`; a frozen matrix takes 4 FLOPs per parameter, a dense teacher its forward."""
+        memory = self.memory
+        matrices, attention = memory.shape.flops_per_token(memory.length, memory.sharing.idle)
+        forward, seen = replace(memory.shape, window=None).flops_per_token(memory.length)
+        if memory.adapters:
+            matrices = matrices * 4 / 6 + 6.0 * memory.adapters
+        if memory.distills:
+            matrices, attention = matrices + forward / 3, attention + seen / 3
+        return matrices, attention
 
     @property
     def hours(self) -> float:
@@ -487,8 +531,9 @@ class Plan:
         matrices, attention = self.flops_per_token
         fits = "fits" if memory.total <= self.gpu.memory else "DOES NOT FIT"
         bound = ", anchors at their most" if self.upper_bound and memory.sharing.pairs else ""
+        stay = "on the host" if memory.offload_parameters else "half of them the teacher's" if memory.teacher else ""
         kinds = [
-            ("parameters", memory.parameters, "on the host" if memory.offload_parameters else ""),
+            ("parameters", memory.parameters, stay),
             ("gradients", memory.gradients, "on the host" if memory.zero and memory.offload_optimizer else ""),
             ("optimiser", memory.optimizer, "on the host" if memory.offload_optimizer else ""),
             ("checkpoints", memory.checkpoints, f"of these running anchors {gib(memory._anchors)}{bound}"),
@@ -504,7 +549,9 @@ class Plan:
         elif memory.offload_checkpoints:
             kinds[3] = ("checkpoints", memory.checkpoints, "the rest on the host")
         zero = "ZeRO-3" if memory.zero else "DDP" if memory.processes > 1 else "one process"
-        yield f"plan of {self.name}: {shape.parameters / 1e9:.3f}B parameters"
+        trained = f", {memory.adapters / 1e6:.1f}M of adapters trained" if memory.adapters else ""
+        taught = ", taught by the dense base" if memory.distills else ""
+        yield f"plan of {self.name}: {shape.parameters / 1e9:.3f}B parameters{trained}{taught}"
         yield (
             f"layout         {self.nodes} node(s) x {self.devices} {self.gpu_name}, {zero}: "
             f"{self.data_parallel} sample(s) at a time, each over {memory.sequence_parallel} GPU(s)"
@@ -627,13 +674,16 @@ def make_plan(
         sequence_parallel=spread,
         weight_bytes=2 if recipe.trainer.precision == "bf16-true" or recipe.model.dtype == "bfloat16" else 4,
         activation_bytes=2 if half else 4,
-        autocast=recipe.trainer.precision == "bf16-mixed" and not zero,
+        autocast=recipe.trainer.precision == "bf16-mixed" and recipe.model.dtype == "float32" and not zero,
         checkpointing=recipe.model.gradient_checkpointing,
         loss_chunk=recipe.trainer.loss_chunk,
         tiled_mlp=tiled_mlp,
         offload_checkpoints=offload_checkpoints,
         offload_optimizer=offload_optimizer,
         offload_parameters=offload_parameters,
+        adapters=shape.adapters(recipe.lora.rank, recipe.lora.targets),
+        distills=recipe.distill.weight > 0,
+        teacher=recipe.distill.weight > 0 and recipe.lora.rank == 0,
     )
     return Plan(
         name=recipe.name,

@@ -71,6 +71,9 @@ class Model:
     offload_checkpoints: bool = False
     """With `model.gradient_checkpointing`: what each layer's activations are computed from again (its input, and the
     anchors' queries and keys) waits in the CPU's memory, not the device's."""
+    compile: bool = False
+    """Run the layers through torch.compile; the first steps, and the first ones of another shape, then take minutes.
+    Not with DeepSpeed or `model.offload_checkpoints`, whose hooks a graph cannot hold."""
     mlp_tiles: int = 1
     """Parts of the tokens on which each layer's MLP runs one after the other, and once more in the backward: its inner
     activations take so much less memory."""
@@ -91,6 +94,9 @@ class Blocks:
     threshold: float | None = None
     """The similarity from which layers share (the paper's delta), instead of a wanted saving: wins over
     `blocks.kv_saving` when given."""
+    method: str = "greedy"
+    """How layers are grouped for `blocks.kv_saving`: `greedy` (the paper's Algorithm 1), or the best of all partitions:
+    `sum` (the largest summed similarity of sharing layers to their anchors), `worst` (the largest least one)."""
     samples: int = 1000
     """Training samples whose attention is compared to find the blocks."""
     last_q: int = 16
@@ -139,6 +145,33 @@ class Optimizer:
     """Tokens during which the learning rate rises from 0, rounded up to whole steps."""
     gradient_clip: float = 1.0
     """The largest norm of the whole gradient; a larger one is scaled down to it. 0: never."""
+
+
+@dataclass
+class Distill:
+    """Learning from the model as it was: the dense base, frozen, teaches the one that shares."""
+
+    weight: float = 0.0
+    """Share of the training loss that is the divergence from the dense base's next-token distribution; the rest is the
+    cross-entropy. 0: no teacher. It takes another forward pass and, without `lora.rank`, a second copy of the
+    weights."""
+    temperature: float = 1.0
+    """What both models' logits are divided by before they are compared: above 1, unlikely tokens count for more."""
+
+
+@dataclass
+class Lora:
+    """Adapters of low rank, trained in the place of all weights (LoRA); `pod.export` merges them."""
+
+    rank: int = 0
+    """The rank of the adapters; the model's own weights stay frozen, and neither their gradients nor the optimiser's
+    state for them exist. 0: no adapters, all weights are trained."""
+    alpha: float = 16.0
+    """An adapter's output is scaled by alpha / rank."""
+    dropout: float = 0.0
+    """Share of an adapter's inputs that are set to 0 in training."""
+    targets: list[str] = field(default_factory=lambda: ["q", "k", "v", "o"])
+    """Which projections of each layer have adapters: of q, k, v, o (attention), gate, up, down (MLP)."""
 
 
 @dataclass
@@ -213,6 +246,8 @@ class Recipe:
     blocks: Blocks = field(default_factory=Blocks)
     data: Data = field(default_factory=Data)
     optimizer: Optimizer = field(default_factory=Optimizer)
+    distill: Distill = field(default_factory=Distill)
+    lora: Lora = field(default_factory=Lora)
     trainer: Trainer = field(default_factory=Trainer)
 
 
@@ -221,6 +256,7 @@ CHOICES = {
     "model.dtype": ("float32", "bfloat16"),
     "model.initialization": ("transformers", "torch"),
     "model.share": ("scores", "keys", "kv", "window"),
+    "blocks.method": ("greedy", "sum", "worst"),
     "trainer.precision": ("32-true", "bf16-mixed", "bf16-true"),
     "trainer.strategy": ("auto", "ddp", "deepspeed"),
     "trainer.offload": ("nothing", "optimizer", "parameters"),
@@ -248,6 +284,11 @@ INTERVALS = {
     "optimizer.warmup_steps": "[0, inf)",
     "optimizer.warmup_tokens": "[0, inf)",
     "optimizer.gradient_clip": "[0, inf)",
+    "distill.weight": "[0, 1]",
+    "distill.temperature": "(0, inf)",
+    "lora.rank": "[0, inf)",
+    "lora.alpha": "(0, inf)",
+    "lora.dropout": "[0, 1)",
     "trainer.max_steps": "[1, inf)",
     "trainer.max_tokens": "[1, inf)",
     "trainer.tokens_per_batch": "[1, inf)",
@@ -264,7 +305,8 @@ INTERVALS = {
     "trainer.answer_weight": "[0, inf)",
 }
 TYPE_NAMES = {int: "int", float: "float", bool: "true or false", str: "string", dict: "mapping"}
-TYPE_NAMES |= {list[int]: "list of ints", list[float]: "list of floats"}
+TYPE_NAMES |= {list[int]: "list of ints", list[float]: "list of floats", list[str]: "list of strings"}
+LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")  # projections of a layer's attention, and of its MLP
 FREE = "model.config"  # the one field that is a mapping: its keys are a Hugging Face config's, not ours
 
 
@@ -522,6 +564,10 @@ def _converted(entry: Field, value: Any, source: str) -> Any:
     if entry.type is list:
         if not isinstance(value, list):
             raise problem
+        if entry.element is str:
+            if not all(isinstance(element, str) for element in value):
+                raise problem
+            return value
         return [element if _interpolated(element) else _number(element, entry.element, problem) for element in value]
     if entry.type in (int, float):
         return _number(value, entry.type, problem)
@@ -652,6 +698,9 @@ def _check_together(recipe: Recipe) -> None:
         raise RecipeError(
             "model.offload_checkpoints needs model.gradient_checkpointing=true: without it there are none"
         )
+    if model.compile and (trainer.strategy == "deepspeed" or model.offload_checkpoints):
+        other = "trainer.strategy=deepspeed" if trainer.strategy == "deepspeed" else "model.offload_checkpoints=true"
+        raise RecipeError(f"model.compile=true does not go with {other}: set model.compile=false")
     if trainer.offload != "nothing" and trainer.strategy != "deepspeed":
         raise RecipeError(f"trainer.offload={trainer.offload} needs trainer.strategy=deepspeed, got {trainer.strategy}")
     if trainer.offload == "parameters" and trainer.zero_stage < 3:
@@ -675,6 +724,11 @@ def _check_together(recipe: Recipe) -> None:
     named = [key for key in ("file", "size", "threshold") if getattr(blocks, key) is not None]
     if blocks.size is not None and len(named) > 1:
         raise RecipeError(f"blocks.{named[0]} and blocks.{named[1]} are both given, wanted one; set the other to null")
+    if blocks.threshold is not None and blocks.method != "greedy":
+        raise RecipeError(
+            f"blocks.method={blocks.method} groups for blocks.kv_saving, not for a threshold: set "
+            "blocks.threshold=null or blocks.method=greedy"
+        )
     shares = bool(named) or blocks.kv_saving > 0
     if shares and model.share == "window":
         raise RecipeError(
@@ -686,6 +740,21 @@ def _check_together(recipe: Recipe) -> None:
             "model.share=kv shares values too, of which the similarity of scores says nothing: set blocks.size=2 "
             "(neighbouring pairs) or blocks.file"
         )
+    if recipe.distill.weight and not (shares or model.share == "window"):
+        raise RecipeError(
+            f"distill.weight={recipe.distill.weight:g}: a dense model is its own teacher; set distill.weight=0"
+        )
+    if recipe.distill.weight and model.base is None:
+        raise RecipeError(
+            f"distill.weight={recipe.distill.weight:g} needs model.base: a model from scratch has no teacher"
+        )
+    wrong = [target for target in recipe.lora.targets if target not in LORA_TARGETS]
+    if wrong or len(set(recipe.lora.targets)) != max(1, len(recipe.lora.targets)):
+        raise RecipeError(
+            f"lora.targets must be some of {', '.join(LORA_TARGETS)}, none twice; got {recipe.lora.targets}"
+        )
+    if recipe.lora.rank and model.base is None:
+        raise RecipeError(f"lora.rank={recipe.lora.rank} needs model.base: adapters change a trained model a little")
     if shares and model.share != "kv" and model.sink_size + model.recent_size >= recipe.data.sequence_length:
         raise RecipeError(
             f"no token is distant: model.sink_size ({model.sink_size}) + model.recent_size ({model.recent_size}) cover "

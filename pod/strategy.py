@@ -228,12 +228,17 @@ class UlyssesDeepSpeedStrategy(DeepSpeedStrategy):
         removed when it is read. Every process must see the directory.
 
         Raises:
-            ValueError: the shards cannot be converted.
+            ValueError: the shards cannot be converted, or do not hold what was frozen.
         """
         path = Path(checkpoint_path)
         complete = (path / COMPLETE).is_file()
         if not complete or world_size_of(path) == self.world_size:
             return super().load_checkpoint(checkpoint_path, weights_only)
+        if self.exclude_frozen_parameters:
+            raise ValueError(
+                f"{path} was written by {world_size_of(path)} processes and this run has {self.world_size}: with "
+                "lora.rank or distill.weight a checkpoint holds only what is trained, and is read by as many processes"
+            )
         if self.is_global_zero:
             print(
                 f"{path} was written by {world_size_of(path)} processes and this run has {self.world_size}: "

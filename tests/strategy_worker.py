@@ -71,6 +71,12 @@ def states_bytes(engine):
     return [sums[0], optimizer.grad_partitions_flat_buffer.nbytes, sums[1]]
 
 
+def draw_adapters(model):
+    """The same adapters in every process: where they are drawn, how many numbers were drawn before may differ."""
+    for number, parameter in enumerate(p for p in model.parameters() if p.requires_grad):
+        parameter.data.normal_(std=0.2, generator=torch.Generator().manual_seed(number))
+
+
 def train(run, spec):
     import pod
     from pod.data import PodDataModule
@@ -97,7 +103,9 @@ def train(run, spec):
 
         def configure_model(self):
             super().configure_model()
-            self.loaded = sum(p.numel() for p in self.model.parameters())
+            if run["module"].get("lora_rank"):
+                draw_adapters(self.model)
+            self.loaded = sum(p.numel() for p in self.parameters())
             if run["checkpointing"] is not None:
                 kind = {"use_reentrant": run["checkpointing"]}
                 self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kind)

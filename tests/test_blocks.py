@@ -1,7 +1,9 @@
 """Layer blocks: grouping against a literal reading of the paper's Algorithm 1, savings, files, pictures."""
 
 import copy
+import itertools
 import json
+import math
 import pickle
 
 import pytest
@@ -131,6 +133,67 @@ def test_for_saving_is_quick_for_a_large_model():
     values = torch.rand(8, 80, 80).tril(-1)
     blocks = LayerBlocks.for_saving(values + values.mT + torch.eye(80), 0.35)
     assert 0.35 <= blocks.kv_saving < 0.4
+
+
+def partitions(num_layers: int) -> list[list[int]]:
+    """The anchors of every partition of layers into consecutive blocks."""
+    found = []
+    for cuts in itertools.product([False, True], repeat=num_layers - 1):
+        anchors = [0]
+        for layer, cut in enumerate(cuts, start=1):
+            anchors.append(layer if cut else anchors[-1])
+        found.append(anchors)
+    return found
+
+
+def to_anchors(similarity: torch.Tensor, partition: tuple[list[int], ...]) -> list[float]:
+    """The similarity of every layer that shares to its anchor, the higher layer's entry, over all heads."""
+    shares = [(g, layer, a) for g, row in enumerate(partition) for layer, a in enumerate(row) if a != layer]
+    return [float(similarity[g, layer, a]) for g, layer, a in shares]
+
+
+@given(similarities(), st.floats(0.01, 0.5), st.sampled_from(["sum", "worst"]))
+@settings(deadline=None, max_examples=150)
+def test_the_best_partition_is_that_of_all(similarity, wanted, method):
+    similarity = similarity[:2, :6, :6]
+    num_kv_heads, num_layers, _ = similarity.shape
+    if wanted > (num_layers - 1) / (2 * num_layers):
+        with pytest.raises(ValueError, match="more than this model can give"):
+            LayerBlocks.for_saving(similarity, wanted, method)
+        return
+    blocks = LayerBlocks.for_saving(similarity, wanted, method)
+    shared = math.ceil(wanted * 2 * num_layers * num_kv_heads - 1e-12)
+    assert brute_force_saving(blocks.anchors) * 2 * num_layers * num_kv_heads == pytest.approx(shared)
+    best = (-1.0, -1.0)
+    for partition in itertools.product(partitions(num_layers), repeat=num_kv_heads):
+        values = to_anchors(similarity, partition)
+        if len(values) == shared:
+            best = max(best, (0.0 if method == "sum" else min(values), sum(values)))
+    values = to_anchors(similarity, tuple(blocks.anchors.T.tolist()))
+    assert sum(values) == pytest.approx(best[1], abs=1e-9)
+    assert method == "sum" or min(values) == best[0]
+    assert blocks.metadata == {"method": method}
+
+
+def test_the_best_partition_is_quick_for_a_large_model_and_beats_greedy():
+    similarity = near_diagonal(40, 4)
+    similarity = similarity * (0.9 + 0.1 * torch.rand(similarity.shape, generator=torch.Generator().manual_seed(0)))
+    similarity = similarity.tril(-1) + similarity.tril(-1).mT + torch.eye(40)
+    greedy = LayerBlocks.for_saving(similarity, 0.35)
+    found = {}
+    for method in ("sum", "worst"):
+        blocks = LayerBlocks.for_saving(similarity, greedy.kv_saving, method)
+        assert blocks.kv_saving == greedy.kv_saving
+        found[method] = to_anchors(similarity, tuple(blocks.anchors.T.tolist()))
+    plain = to_anchors(similarity, tuple(greedy.anchors.T.tolist()))
+    assert sum(found["sum"]) > sum(found["worst"]) and sum(found["sum"]) > sum(plain)
+    assert min(found["worst"]) > min(found["sum"]) and min(found["worst"]) >= min(plain)
+
+
+def test_an_unknown_method_and_no_saving():
+    with pytest.raises(ValueError, match="method must be one of greedy, sum, worst, got 'best'"):
+        LayerBlocks.for_saving(near_diagonal(), 0.3, "best")
+    assert LayerBlocks.for_saving(near_diagonal(), 0, "sum").is_dense
 
 
 def test_saving_counts_shared_keys():

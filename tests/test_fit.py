@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, pipeline
 
 import pod
+from pod.blocks import LayerBlocks
 from pod.data import PodDataModule, PreparedDataset
 from pod.export import export, load_checkpoint, rebuild
 from pod.fit import fit, is_whole, last_checkpoint
@@ -273,6 +274,41 @@ def test_cross_layer_attention_from_recipe_to_export(prepared, tmp_path):
     assert model.config.kv_saving == pytest.approx(1 / 3)
     card = (out / "README.md").read_text()
     assert "kv_saving | 33.3%" in card and "cross-layer attention" in card
+
+
+def test_adapters_are_resumed_and_exported(trained, prepared, tmp_path, capsys):
+    """LoRA with a teacher, end to end: checkpoints hold adapters alone, a resumed run goes on as if never stopped."""
+    base = export(trained, tmp_path / "base")
+    path = recipe_file(tmp_path, prepared, base=base)
+    LayerBlocks([[0, 0], [0, 1], [0, 1]]).save(tmp_path / "blocks.json")
+    learned = ["lora.rank=2", "distill.weight=0.5", "trainer.max_steps=4", "trainer.validate_every=4"]
+    line = [f"recipe={path}", f"blocks.file={tmp_path}/blocks.json", *learned]
+    fit(load_recipe(line))
+    run = tmp_path / "run"
+    content, file = load_checkpoint(run)
+    whole = {name: weight.clone() for name, weight in content["state_dict"].items()}
+    assert len(whole) == 3 * 4 * 2 and all("lora_" in name for name in whole)
+    assert file.stat().st_size < (base / "model.safetensors").stat().st_size
+    wanted = losses(run)
+    file.unlink()
+    fit(load_recipe([*line, "resume=auto"]))
+    assert "continuing from" in capsys.readouterr().out
+    for name, weight in load_checkpoint(run)[0]["state_dict"].items():
+        torch.testing.assert_close(weight, whole[name], rtol=1e-6, atol=1e-9)
+    assert losses(run) == {step: pytest.approx(loss, rel=1e-6) for step, loss in wanted.items()}
+    with pytest.raises(ValueError, match="lacks 12 of the tensors that are trained"):
+        fit(load_recipe([*line, "resume=auto", "trainer.max_steps=5", "lora.targets=[q, k, gate, up]"]))
+
+    merged = AutoModelForCausalLM.from_pretrained(export(run, tmp_path / "merged")).eval()
+    assert merged.config.blocks == LayerBlocks.load(tmp_path / "blocks.json")
+    module = PodModule.load_from_checkpoint(run / "steps" / "step=4.ckpt")
+    module.configure_model()
+    assert not module.load_state_dict(whole, strict=False).unexpected_keys
+    ids = torch.arange(3, 63)[None]
+    with torch.no_grad():
+        found = merged(ids, use_cache=False).logits
+        torch.testing.assert_close(found, module.model.eval()(ids, use_cache=False).logits, rtol=1e-4, atol=1e-5)
+        assert not torch.equal(found, pod.convert(base, merged.config.blocks, 2, 14)(ids, use_cache=False).logits)
 
 
 def test_a_failed_export_leaves_nothing(trained, tmp_path, monkeypatch):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pod.loss import chunked_cross_entropy, shifted
+from pod.loss import chunked_cross_entropy, chunked_distillation, shifted
 
 
 def sample(batch=2, length=37, hidden=16, vocab=31, dtype=torch.float32):
@@ -66,3 +66,75 @@ def test_bad_arguments_are_named():
         chunked_cross_entropy(states, head, labels, 0)
     with pytest.raises(ValueError, match="do not fit"):
         chunked_cross_entropy(states, head, labels[:, :-1], 4)
+
+
+def distilled(temperature=1.0, chunk=7):
+    """(student's states and head, teacher's ones, targets), and the two sums by plain formulas on whole logits."""
+    states, labels, head = sample()
+    generator = torch.Generator().manual_seed(1)
+    taught = torch.randn(*labels.shape, 5, generator=generator)
+    teacher = torch.nn.Linear(5, head.out_features)
+    torch.nn.init.normal_(teacher.weight, generator=generator)
+    with torch.no_grad():  # no probability that is 0 in float32, which the plain formula could not take
+        states, head.weight[:] = states / 2, head.weight / 2
+    states.requires_grad_()
+    targets = shifted(labels)
+    p = (teacher(taught) / temperature).softmax(-1).detach()
+    q = (head(states) / temperature).softmax(-1)
+    entropy = divergence = 0.0
+    for row, column in (targets != -100).nonzero().tolist():
+        entropy = entropy - head(states[row, column]).softmax(-1)[targets[row, column]].log()
+        divergence = divergence + (p[row, column] * (p[row, column] / q[row, column]).log()).sum()
+    return (states, head, taught, teacher, targets, chunk, temperature), entropy, divergence * temperature**2
+
+
+@pytest.mark.parametrize("temperature, chunk", [(1.0, 1), (1.0, 37), (2.5, 7), (0.5, 64)])
+def test_distillation_equals_the_plain_formula(temperature, chunk):
+    arguments, *wanted = distilled(temperature, chunk)
+    states, head, taught, teacher, targets = arguments[:5]
+    *found, count = chunked_distillation(*arguments)
+    assert int(count) == int((targets != -100).sum())
+    for got, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=0)
+    weighed = [0.3 * entropy + 0.7 * divergence for entropy, divergence in (found, wanted)]
+    gradients = [torch.autograd.grad(loss, [states, head.weight]) for loss in weighed]
+    for got, want in zip(*gradients, strict=True):
+        assert (got - want).norm() <= 1e-5 * want.norm()
+    assert found[1].item() > 1 and not states.grad_fn and teacher.weight.grad is None
+
+
+def test_a_students_own_head_teaches_it_nothing():
+    """The same states and head: no divergence, and a gradient of zero."""
+    (states, head, _, _, targets, chunk, _), *_ = distilled()
+    _, divergence, _ = chunked_distillation(states, head, states.detach(), head, targets, chunk)
+    assert abs(divergence.item()) < 1e-4
+    assert torch.autograd.grad(divergence, states)[0].abs().max() < 1e-6
+
+
+def test_distillation_makes_no_tensor_of_all_logits():
+    states, labels, head = sample(batch=1, length=256, vocab=1000)
+    states.requires_grad_()
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor):
+                largest = max(largest, out.numel())
+            return out
+
+    with Watch():
+        entropy, divergence, _ = chunked_distillation(states, head, states.detach(), head, shifted(labels), chunk=16)
+        (entropy + divergence).backward()
+    assert largest <= 16 * 1000
+
+
+def test_bad_arguments_of_distillation_are_named():
+    (states, head, taught, teacher, targets, *_), *_ = distilled()
+    with pytest.raises(ValueError, match="chunk must be at least 1"):
+        chunked_distillation(states, head, taught, teacher, targets, 0)
+    with pytest.raises(ValueError, match="do not fit the teacher's"):
+        chunked_distillation(states, head, taught[:, 1:], teacher, targets)
+    with pytest.raises(ValueError, match="temperature must be above 0, got 0"):
+        chunked_distillation(states, head, taught, teacher, targets, temperature=0)

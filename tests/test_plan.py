@@ -11,10 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from pod.blocks import LayerBlocks
 from pod.config import PodLlamaConfig, PodMistralConfig, PodPhi3Config, PodQwen2Config, PodQwen3Config
 from pod.fit import main
+from pod.loss import chunked_cross_entropy, chunked_distillation
 from pod.model import (
     PodLlamaForCausalLM,
     PodMistralForCausalLM,
@@ -40,14 +43,13 @@ def storages(tensors):
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-def measured(
-    config, anchors, checkpointing, batch=2, length=128, dtype="float32", chunk=32, autocast=False, share="scores"
-):
+def measured(config, anchors, checkpointing, batch=2, length=128, dtype="float32", chunk=32, autocast=False, **changes):
     """Bytes of parameters, gradients, AdamW's state, and what the forward of one real step saved for the backward."""
     torch.manual_seed(0)
+    start = {} if "base" in changes else {"model_config": config}
     module = PodModule(
-        model_config=config, blocks=anchors, sink_size=2, recent_size=14, dtype=dtype, loss_chunk=chunk, share=share,
-        gradient_checkpointing=checkpointing,
+        blocks=anchors, sink_size=2, recent_size=14, dtype=dtype, loss_chunk=chunk,
+        gradient_checkpointing=checkpointing, **start, **changes,
     )  # fmt: skip
     module.configure_model()
     parameters = list(module.parameters())
@@ -106,15 +108,83 @@ def test_a_real_step(changes, anchors, dtype, share, checkpointing):
     assert other != pytest.approx(kept, rel=0.3)  # the comparison above can fail
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("checkpointing", [True, False])
-def test_a_real_step_under_autocast(checkpointing):
-    parameters, gradients, optimizer, kept = measured(CONFIG, ANCHORS, checkpointing, autocast=True)
+def test_a_real_step_under_autocast(checkpointing, dtype):
+    """bfloat16 weights leave bfloat16 hidden states, as without autocast."""
+    parameters, gradients, optimizer, kept = measured(CONFIG, ANCHORS, checkpointing, autocast=True, dtype=dtype)
     plan = Memory(
         Shape.from_config(CONFIG), Sharing.of_anchors(ANCHORS), length=128, micro_batch=2, activation_bytes=2,
-        autocast=True, checkpointing=checkpointing,
+        autocast=dtype == "float32", checkpointing=checkpointing, weight_bytes=4 if dtype == "float32" else 2,
     )  # fmt: skip
     assert (plan.parameters, plan.gradients, plan.optimizer) == (parameters, gradients, optimizer)
     assert plan.checkpoints == pytest.approx(kept, rel=0.05)
+
+
+@pytest.mark.parametrize("dtype, weight_bytes", [("float32", 4), ("bfloat16", 2)])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"lora_rank": 4},
+        {"lora_rank": 3, "lora_targets": ["q", "v", "gate", "down"], "distill_weight": 0.5},
+        {"distill_weight": 0.5},
+    ],
+)
+def test_the_states_of_adapters_and_of_a_teacher(tmp_path, dtype, weight_bytes, changes):
+    fields = {name: value for name, value in CONFIG.items() if name != "model_type"}
+    LlamaForCausalLM(LlamaConfig(**fields)).save_pretrained(tmp_path / "base")
+    found = measured(CONFIG, ANCHORS, True, dtype=dtype, base=str(tmp_path / "base"), **changes)
+    recipe = load_recipe(["recipe=tiny", f"model.base={tmp_path}/base", f"model.dtype={dtype}"])
+    recipe.lora.rank = changes.get("lora_rank", 0)
+    recipe.lora.targets = changes.get("lora_targets", recipe.lora.targets)
+    recipe.distill.weight = changes.get("distill_weight", 0.0)
+    plan = make_plan(recipe)
+    memory = plan.memory
+    assert (memory.parameters, memory.gradients, memory.optimizer) == found[:3] and memory.weight_bytes == weight_bytes
+    plain = replace(plan, memory=replace(memory, adapters=0, distills=False, teacher=False))
+    assert (memory.optimizer < plain.memory.optimizer) == ("lora_rank" in changes)
+    assert (memory.parameters > 1.9 * plain.memory.parameters) == ("lora_rank" not in changes)
+    assert (memory.logits > plain.memory.logits) == ("distill_weight" in changes)
+    text = next(plan.lines())
+    assert ("adapters trained" in text, "taught" in text) == ("lora_rank" in changes, "distill_weight" in changes)
+    # A forward and two backwards; a frozen matrix has one backward; a teacher has a forward.
+    share = (4 / 6 if "lora_rank" in changes else 1) + (1 / 3 if "distill_weight" in changes else 0)
+    adapters = 6 * memory.adapters
+    assert plan.flops_per_token[0] - adapters == pytest.approx(share * plain.flops_per_token[0])
+    assert plan.flops_per_token[1] == pytest.approx(
+        plain.flops_per_token[1] * (4 / 3 if "distill_weight" in changes else 1)
+    )
+
+
+@pytest.mark.parametrize("distills", [False, True])
+def test_a_chunk_of_logits(distills):
+    """The most bytes alive at once in the loss and its backward, by following every storage."""
+    alive, peak = {}, 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal peak
+            out = func(*args, **(kwargs or {}))
+            for tensor in out if isinstance(out, (tuple, list)) else [out]:
+                if isinstance(tensor, torch.Tensor):
+                    storage = tensor.untyped_storage()
+                    alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+            for key in [key for key, (reference, _) in alive.items() if reference.expired()]:
+                del alive[key]
+            peak = max(peak, sum(size for _, size in alive.values()))
+            return out
+
+    states, targets = torch.randn(1, 64, 4, requires_grad=True), torch.randint(3000, (1, 64))
+    head = torch.nn.Linear(4, 3000, bias=False)
+    with Watch():
+        if distills:
+            sums = chunked_distillation(states, head, states.detach(), head, targets, 64)[:2]
+        else:
+            sums = chunked_cross_entropy(states, head, targets, 64)[:1]
+        sum(sums).backward()
+    shape = replace(Shape.from_config(CONFIG), vocab=3000)
+    plan = Memory(shape, Sharing(), length=64, loss_chunk=64, distills=distills)
+    assert plan.logits == pytest.approx(peak, rel=0.05)
 
 
 ZERO = """

@@ -316,6 +316,8 @@ def test_unknown_key_in_a_file_names_the_file(tmp_path):
         ("optimizer.lr=.nan", "optimizer.lr: wanted float, got nan (float)"),
         ("optimizer.betas=0.9", "optimizer.betas: wanted list of floats, got 0.9 (float)"),
         ("optimizer.betas=[0.9, x]", "optimizer.betas: wanted list of floats, got [0.9, 'x'] (list)"),
+        ("lora.targets=q", "lora.targets: wanted list of strings, got 'q' (str)"),
+        ("lora.targets=[q, 1]", "lora.targets: wanted list of strings, got ['q', 1] (list)"),
         ("data.shuffle=yes", "data.shuffle: wanted true or false, got 'yes' (str)"),
         ("data.shuffle=1", "data.shuffle: wanted true or false, got 1 (int)"),
         ("name=null", "name: wanted string, got None (NoneType)"),
@@ -359,7 +361,7 @@ def test_values_outside_their_interval(key):
 
 
 def test_every_number_has_an_interval():
-    numbers = {key for key, entry in schema().items() if entry.type in (int, float, list)}
+    numbers = {key for key, entry in schema().items() if (entry.element or entry.type) in (int, float)}
     assert numbers == set(INTERVALS)
 
 
@@ -368,6 +370,18 @@ def test_every_number_has_an_interval():
     [
         (["trainer.max_tokens=8192"], "trainer.max_steps or trainer.max_tokens: both are given, wanted one"),
         (["trainer.max_steps=null"], "trainer.max_steps or trainer.max_tokens: neither is given, wanted one"),
+        (["blocks.threshold=0.3", "blocks.method=sum"], "blocks.method=sum groups for blocks.kv_saving, not"),
+        (["distill.weight=0.5", "blocks.kv_saving=0"], "distill.weight=0.5: a dense model is its own teacher"),
+        (
+            ["distill.weight=1", "model.base=null", "model.config.model_type=llama", "model.tokenizer=bytes"],
+            "distill.weight=1 needs model.base",
+        ),
+        (["lora.targets=[q, head]"], "lora.targets must be some of q, k, v, o, gate, up, down, none twice; got ['q'"),
+        (["lora.targets=[]"], "lora.targets must be some of"),
+        (
+            ["lora.rank=4", "model.base=null", "model.config.model_type=llama", "model.tokenizer=bytes"],
+            "lora.rank=4 needs model.base",
+        ),
         (["optimizer.warmup_tokens=1"], "optimizer.warmup_steps or optimizer.warmup_tokens: both are given"),
         (["model.base=null"], "model.config (start from scratch): neither is given, wanted one"),
         (["model.config.model_type=llama"], "model.config (start from scratch): both are given, wanted one"),
@@ -383,6 +397,14 @@ def test_every_number_has_an_interval():
         ([*SHARED, "trainer.devices=4"], "trainer.sequence_parallel_size=3 does not divide the 4 processes"),
         ([*SHARED, "trainer.devices=1025", "trainer.sequence_parallel_size=1025"], "more than the tokens of a sample"),
         (["model.offload_checkpoints=true"], "model.offload_checkpoints needs model.gradient_checkpointing=true"),
+        (
+            ["model.compile=true", "trainer.strategy=deepspeed"],
+            "model.compile=true does not go with trainer.strategy=deep",
+        ),
+        (
+            ["model.compile=true", "model.gradient_checkpointing=true", "model.offload_checkpoints=true"],
+            "model.compile=true does not go with model.offload_checkpoints=true",
+        ),
         (["trainer.offload=optimizer"], "trainer.offload=optimizer needs trainer.strategy=deepspeed, got auto"),
         (
             ["trainer.offload=parameters", "trainer.zero_stage=2", "trainer.strategy=deepspeed"],
@@ -494,6 +516,8 @@ def test_help_has_every_field_with_its_docstring():
             "Blocks",
             "Data",
             "Optimizer",
+            "Distill",
+            "Lora",
             "Trainer",
             "Recipe",
         ):

@@ -21,13 +21,14 @@ import lightning
 import numpy as np
 import pytest
 import torch
+from strategy_worker import draw_adapters
 from test_sequence_parallel import on_ranks
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import pod
-from pod.data import PreparedDataset, SampleWriter
+from pod.data import PreparedDataset, SampleWriter, collate
 from pod.export import consolidated, rebuild
 from pod.fit import last_checkpoint, resume_from, world_size_of
 from pod.module import PodModule
@@ -259,6 +260,65 @@ def check_noise(run, ranks):
             assert apart(wrote["gradients"][name], gradient) <= 1.5 * noise, name
         trained = [whole(run["weights"]) for run in (wrote, alone, truth)]
         assert apart(trained[0], trained[2]) <= 1.5 * apart(trained[1], trained[2])
+
+
+def one_module(run, seen):
+    """The same training by `PodModule` in one process, on whole samples, as `one_process` does it by hand."""
+    samples = PreparedDataset(run["data"])
+    module = PodModule(base=run["base"], blocks=run["blocks"], **run["module"], **MODULE)
+    module.log = lambda *args, **kwargs: None
+    module.configure_model()
+    if run["module"].get("lora_rank"):
+        draw_adapters(module.model)
+    named = {name: p for name, p in module.model.named_parameters() if p.requires_grad}
+    chosen = module.configure_optimizers()
+    optimizer, schedule = chosen["optimizer"], chosen["lr_scheduler"]["scheduler"]
+    found = {"losses": [], "norms": [], "gradients": None}
+    for micros in seen:
+        optimizer.zero_grad()
+        for micro in micros:
+            batches = [collate([samples[number] for number in numbers]) for numbers in micro]
+            loss = torch.stack([module.training_step(batch, 0) for batch in batches]).mean()
+            (loss / len(micros)).backward()
+            found["losses"].append(loss.item())
+        if found["gradients"] is None:
+            found["gradients"] = {name: p.grad.clone() for name, p in named.items()}
+        found["norms"].append(float(nn.utils.clip_grad_norm_(named.values(), CLIP)))
+        optimizer.step()
+        schedule.step()
+    return found | {"weights": {name: p.detach() for name, p in named.items()}}
+
+
+@pytest.mark.slow
+def test_a_teacher_and_adapters_are_sharded_too(inputs, tmp_path):
+    """Distillation and LoRA, on two processes and on one; the teacher is frozen and, under ZeRO-3, in shards."""
+    distill = {"loss_chunk": 7, "distill_weight": 0.75, "distill_temperature": 1.5}
+    lora = {"lora_rank": 2, "lora_alpha": 4.0, "lora_targets": ["q", "v", "down"]}
+    runs = {
+        "sp2-distill": a_run(inputs, 2, checkpointing=False, module=distill),
+        "dp2-distill": a_run(inputs, stage=2, module=distill),
+        "sp2-lora": a_run(inputs, 2, checkpointing=False, module={"loss_chunk": 7} | lora),
+        "sp2-lora-distill": a_run(inputs, 2, checkpointing=False, module=distill | lora),
+        "dp2-lora-distill": a_run(inputs, module=distill | lora, accumulate=1),
+    }
+    wrote = launch(tmp_path, 2, runs)
+    for name, run in runs.items():
+        leaders = [rank["seen"] for rank in wrote[name][:: run["sequence_parallel_size"]]]
+        count = run["accumulate"]
+        micros = [[leader[micro] for leader in leaders] for micro in range(STEPS * count)]
+        wanted = one_module(run, [micros[step * count : (step + 1) * count] for step in range(STEPS)])
+        adapters = sum(weight.numel() for weight in wanted["weights"].values()) if "lora" in name else 0
+        for rank in wrote[name]:
+            torch.testing.assert_close(rank["norms"], wanted["norms"], rtol=1e-5, atol=0)
+            if run["stage"] == 3:
+                assert rank["loaded"] == adapters, "everything else is loaded in shards"
+            for kind in ("gradients", "weights"):
+                assert rank[kind].keys() == wanted[kind].keys()
+                for key, value in wanted[kind].items():
+                    error = torch.linalg.norm(rank[kind][key] - value) / torch.linalg.norm(value)
+                    assert error <= 2e-5, f"{name}: {kind} of {key}: {error:.1e}"
+        losses = torch.tensor([rank["losses"] for rank in wrote[name]]).mean(dim=0) * count
+        torch.testing.assert_close(losses, torch.tensor(wanted["losses"]), rtol=1e-5, atol=0)
 
 
 def check_plan(run, ranks):
@@ -592,6 +652,35 @@ def test_fit_resume_and_export_with_a_shared_sequence(inputs, tmp_path):
                 assert abs(value - wanted[step]) <= 2e-6 * value, (version, column, step)
         assert last_checkpoint(steps) == steps / "step=4.ckpt" and world_size_of(steps / "step=2.ckpt") == 2
         assert not list((steps / "step=2.ckpt").glob("*universal*")), "removed when it is read"
+
+
+@pytest.mark.slow
+def test_sharded_adapters_are_resumed_and_exported(inputs, tmp_path):
+    """With a teacher, whose weights no checkpoint holds."""
+    path = recipe_file(tmp_path, inputs)
+    pod.LayerBlocks(BLOCKS).save(tmp_path / "blocks.json")
+    sharded = ("trainer.strategy=deepspeed", "trainer.devices=2", "trainer.sequence_parallel_size=2")
+    learned = ("model.config=null", f"model.base={inputs / 'kv2'}", "lora.rank=2", "distill.weight=0.5")
+    done = command("pod.fit", f"recipe={path}", *sharded, *learned)
+    assert done.returncode == 0, done.stderr[-3000:]
+    run = tmp_path / "run"
+    shutil.rmtree(run / "steps" / "step=4.ckpt")
+    done = command("pod.fit", f"recipe={path}", *sharded, *learned, "resume=auto")
+    assert done.returncode == 0, done.stderr[-3000:]
+    for column in ("train_loss", "train_divergence", "val_loss"):
+        wanted, again = logged(run, column), logged(run, column, "version_1")
+        assert sorted(again) == [step for step in sorted(wanted) if step >= 2]
+        assert all(abs(value - wanted[step]) <= 2e-6 * value for step, value in again.items()), column
+    done = command("pod.fit", f"recipe={path}", "trainer.strategy=deepspeed", *learned, "resume=auto")
+    assert done.returncode != 0 and "is read by as many processes" in done.stderr
+    done = command("pod.export", "--ckpt", run, "--out", tmp_path / "export")
+    assert done.returncode == 0, done.stderr[-3000:]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    wanted = plain_loss(model, [PreparedDataset(inputs / "packed", "validation")[number] for number in (0, 1)])
+    assert abs(logged(run, "val_loss")[3] - wanted.item()) < 1e-5 * wanted.item()
+    stock = pod.convert(str(inputs / "kv2"), model.config.blocks, sink_size=2, recent_size=5)
+    changed = [name for name, weight in model.named_parameters() if not torch.equal(weight, stock.get_parameter(name))]
+    assert {name.split(".")[-2] for name in changed} == {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
 @pytest.mark.slow

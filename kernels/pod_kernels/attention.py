@@ -6,7 +6,7 @@ import os
 import torch
 from torch import Tensor
 
-from pod_kernels import composed, reference, winners
+from pod_kernels import composed, opaque, reference, winners
 
 
 def _fused(*args, **options) -> Tensor | tuple[Tensor, ...]:
@@ -106,7 +106,8 @@ def shared_score_attention(
     training = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (q, k, v, q_distant, k_distant)
     )
-    run = BACKENDS[resolve_backend(backend, winners.shape_class(q, training))]
+    name = resolve_backend(backend, winners.shape_class(q, training))
+    run = opaque.shared_score_attention if name == "composed" and torch.compiler.is_compiling() else BACKENDS[name]
     return run(
         q,
         k,

@@ -1,0 +1,109 @@
+"""Which grouping of layers costs a model least: each method's blocks at one saving, on a model that is not trained.
+
+    python eval/grouping.py --base checkpoints/tiny-base --similarity checkpoints/tiny/similarity.safetensors \\
+        --data data/demo/1024-plain --kv-saving 0.33 --sink-size 4 --recent-size 124
+
+Writes grouping.json and prints a table: the similarity of sharing layers to their anchors (mean and least), nats per
+token on the validation split of `--data`, and pass keys of which the greater part lies beyond the window. The first row
+is the dense model.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from torch import Tensor
+
+import pod
+from pod.analyze import load_similarity
+from pod.blocks import METHODS, LayerBlocks
+from pod.evaluation import models, report
+from pod.evaluation.passkey import generate_greedily, passkey_accuracy, passkey_prompts
+from pod.evaluation.perplexity import perplexity
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from passkey import default_text, numbers  # noqa: E402
+from perplexity import prepared  # noqa: E402
+
+
+def to_anchors(similarity: Tensor, blocks: LayerBlocks) -> Tensor:
+    """[n] similarities of all sharing layers to their anchors; similarity is [H_kv, L, L]."""
+    layers, heads = (~blocks.is_anchor).nonzero(as_tuple=True)
+    return similarity[heads, layers, blocks.anchors[layers, heads]]
+
+
+def evaluate(options: argparse.Namespace) -> dict[str, dict]:
+    """Every number of the table, by row.
+
+    Raises:
+        ValueError: a model, file, saving or length that cannot be.
+    """
+    similarity = load_similarity(options.similarity)
+    stock, tokenizer = models.load(options.base, dtype="float32")
+    prompts = [
+        prompt
+        for length in options.lengths
+        for prompt in passkey_prompts(tokenizer, default_text(), length, [k / 8 for k in range(9)], options.samples)
+    ]
+    found = {}
+    for name in ("dense", *METHODS):
+        if name == "dense":
+            blocks = LayerBlocks.dense(stock.config.num_hidden_layers, stock.config.num_key_value_heads)
+        else:
+            blocks = LayerBlocks.for_saving(similarity, options.kv_saving, name)
+        model = pod.convert(stock, blocks, options.sink_size, options.recent_size).eval()
+        text = perplexity(model, prepared(options.data, options.limit, 8), label=f"{name}: text")
+        scores = passkey_accuracy(model, tokenizer, prompts, 12, generate_greedily, label=f"{name}: pass keys")
+        far = [score for score, p in zip(scores, prompts, strict=True) if p.distance > options.recent_size]
+        alike = to_anchors(similarity, blocks)
+        found[name] = {
+            "kv_saving": blocks.kv_saving,
+            "mean_similarity": float(alike.mean()) if len(alike) else 1.0,
+            "worst_similarity": float(alike.min()) if len(alike) else 1.0,
+            "loss": text.loss,
+            "passkey": sum(scores) / len(scores),
+            "passkey_beyond": sum(far) / max(1, len(far)),
+            "sizes": blocks.sizes,
+        }
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base", required=True, help="the dense model: a directory or hub id")
+    parser.add_argument("--similarity", type=Path, required=True, help="what pod.analyze wrote about it")
+    parser.add_argument("--data", required=True, help="a prepared directory, whose validation split is foretold")
+    parser.add_argument("--kv-saving", type=float, default=0.35, help="share of the cache's bytes to save (0.35)")
+    parser.add_argument("--sink-size", type=int, default=16)
+    parser.add_argument("--recent-size", type=int, default=4080)
+    parser.add_argument("--lengths", type=numbers, default=[256, 512, 1016], help="tokens of the prompts with keys")
+    parser.add_argument("--samples", type=int, default=4, help="prompts for each length and depth (4)")
+    parser.add_argument("--limit", type=int, default=96, help="samples of text (96)")
+    parser.add_argument("--out", type=Path, default=report.default_folder("grouping"), help="folder of what is written")
+    options = parser.parse_args(arguments)
+    try:
+        found = evaluate(options)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    report.write_json(options.out / "grouping.json", found)
+    header = ["grouping", "kv_saving", "mean similarity", "least", "nats/token", "pass-key digits", "beyond the window"]
+    rows = [
+        [
+            name,
+            f"{row['kv_saving']:.1%}",
+            f"{row['mean_similarity']:.4f}",
+            f"{row['worst_similarity']:.4f}",
+            f"{row['loss']:.4f}",
+            f"{row['passkey']:.1%}",
+            f"{row['passkey_beyond']:.1%}",
+        ]
+        for name, row in found.items()
+    ]
+    print(report.markdown_table(header, rows))
+    print(f"written: {options.out}/grouping.json")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

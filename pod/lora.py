@@ -1,0 +1,94 @@
+"""LoRA: small adapters beside frozen matrices (arXiv 2106.09685), put in by peft, merged into plain weights at last.
+
+A matrix W [out, in] with an adapter of rank r gives W x + alpha / r * B A x, where A [r, in] and B [out, r] alone are
+trained; B begins at 0, so training begins at the frozen model. peft is imported only where adapters are used.
+"""
+
+import importlib.util
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from pod.recipe import LORA_TARGETS
+
+_ADAPTER = "default"  # peft's name of it
+
+
+def add_adapters(model: nn.Module, rank: int, alpha: float, dropout: float, targets: Sequence[str]) -> None:
+    """Freeze a model and put adapters beside some of its matrices.
+
+    The adapters are float32 whatever the matrices are: an optimiser that keeps no float32 copy would lose small updates
+    of bfloat16 to rounding, and they are few.
+
+    Args:
+        model: a causal LM of a supported family; it is changed.
+        rank, alpha: r and alpha.
+        dropout: share of an adapter's inputs that are set to 0 in training.
+        targets: of `LORA_TARGETS`.
+
+    Raises:
+        ValueError: peft is not installed, a number out of its range, or an unknown target.
+    """
+    if importlib.util.find_spec("peft") is None:
+        raise ValueError("lora.rank needs the package peft: pip install 'pod-attention[lora]'")
+    if rank < 1 or not alpha > 0 or not 0 <= dropout < 1:
+        raise ValueError(f"LoRA needs rank >= 1, alpha > 0, dropout in [0, 1); got {rank}, {alpha:g}, {dropout:g}")
+    unknown = [target for target in targets if target not in LORA_TARGETS]
+    if unknown or not targets:
+        raise ValueError(f"LoRA's targets are some of {', '.join(LORA_TARGETS)}; got {', '.join(targets) or 'none'}")
+    from peft import LoraConfig, inject_adapter_in_model
+
+    config = LoraConfig(
+        r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=[f"{target}_proj" for target in targets]
+    )
+    model.requires_grad_(False)
+    inject_adapter_in_model(config, model, _ADAPTER)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Inside, the model computes what it did before `add_adapters`; without gradients."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+@torch.no_grad()
+def merge(model: nn.Module, adapters: Mapping[str, Tensor], rank: int, alpha: float) -> None:
+    """Add trained adapters to the matrices of a model that has none; the sums are rounded once, to the matrix's dtype.
+
+    Args:
+        model: what the adapters were trained on; it is changed.
+        adapters: by the names that they have in the model with adapters.
+        rank, alpha: as they were trained with.
+
+    Raises:
+        ValueError: a tensor that is no adapter, belongs to no matrix of the model, or does not fit it.
+    """
+    for name, down in adapters.items():
+        place, found, rest = name.partition(f".lora_A.{_ADAPTER}.weight")
+        if not found or rest:
+            if f".lora_B.{_ADAPTER}.weight" not in name:
+                raise ValueError(f"{name} is no adapter of LoRA")
+            continue
+        up = adapters.get(f"{place}.lora_B.{_ADAPTER}.weight")
+        try:
+            weight = model.get_submodule(place).weight
+        except AttributeError:
+            raise ValueError(f"{name}: the model has no {place}") from None
+        if up is None or (*up.shape[:1], *down.shape[1:]) != weight.shape or down.shape[0] != rank:
+            raise ValueError(f"{name} {tuple(down.shape)} does not fit {place} {tuple(weight.shape)} at rank {rank}")
+        weight += up.contiguous().float() @ down.contiguous().float() * (alpha / rank)

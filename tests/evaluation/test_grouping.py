@@ -1,0 +1,58 @@
+"""`eval/grouping.py` on a model of a few layers: its numbers, counted again."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
+
+import pod
+from pod.data import PreparedDataset, SampleWriter
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "eval"))
+import grouping  # noqa: E402
+
+
+def test_rows_are_what_they_say(tmp_path, capsys):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(vocab_size=259, num_hidden_layers=5, head_dim=8, initializer_range=0.3, **sizes)
+    model = LlamaForCausalLM(config).eval()
+    model.save_pretrained(tmp_path / "base")
+    ByT5Tokenizer(extra_ids=0).save_pretrained(tmp_path / "base")
+    similarity = torch.rand(2, 5, 5).tril(-1)
+    similarity = similarity + similarity.mT + torch.eye(5)
+    save_file({"similarity": similarity}, tmp_path / "similarity.safetensors")
+    with SampleWriter(tmp_path / "data", sequence_length=64, vocab_size=259, tokenizer="bytes") as writer:
+        writer.add("validation", np.random.default_rng(0).integers(3, 259, (3, 64)))
+    paths = ["--base", tmp_path / "base", "--similarity", tmp_path / "similarity.safetensors"]
+    options = ["--data", tmp_path / "data", "--kv-saving", "0.25", "--sink-size", "2", "--recent-size", "10"]
+    options += ["--lengths", "96", "--samples", "1", "--out", tmp_path / "out"]
+    assert grouping.main([str(option) for option in paths + options]) == 0
+    assert "| worst" in capsys.readouterr().out
+    found = json.loads((tmp_path / "out" / "grouping.json").read_text())
+    assert list(found) == ["dense", "greedy", "sum", "worst"]
+    samples = torch.stack([PreparedDataset(tmp_path / "data", "validation")[index]["input_ids"] for index in range(3)])
+    for method, row in found.items():
+        blocks = pod.LayerBlocks.dense(5, 2)
+        if method != "dense":
+            blocks = pod.LayerBlocks.for_saving(similarity, 0.25, method)
+        shared = pod.convert(model, blocks, sink_size=2, recent_size=10)
+        with torch.no_grad():
+            loss = torch.nn.functional.cross_entropy(
+                shared(samples, use_cache=False).logits[:, :-1].flatten(0, 1), samples[:, 1:].flatten()
+            )
+        assert abs(row["loss"] - loss.item()) < 1e-4 and row["kv_saving"] == blocks.kv_saving
+        alike = [
+            similarity[head, layer, anchor].item()
+            for layer, anchors in enumerate(blocks.anchors.tolist())
+            for head, anchor in enumerate(anchors)
+            if anchor != layer
+        ]
+        assert row["worst_similarity"] == (min(alike) if alike else 1.0)
+    assert len({row["loss"] for row in found.values()}) >= 3
+    assert grouping.main([*map(str, paths), "--data", str(tmp_path / "data"), "--kv-saving", "0.7"]) == 2
+    assert "kv_saving must be in [0, 0.5], got 0.7" in capsys.readouterr().err
