@@ -110,7 +110,7 @@ def draw(found: list[dict], key: str, xlabel: str, path: Path) -> None:
     lines += other.plot(x, [point["bits_per_byte"] for point in ordered], "s--", color="C1", label="bits per byte")
     other.set_ylabel("bits per byte, held-out text")
     axes.legend(handles=lines, fontsize=8)
-    figure.savefig(path, dpi=150)
+    report.save_figure(figure, path, dpi=150)
 
 
 def table(found: list[dict]) -> str:

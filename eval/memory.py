@@ -211,7 +211,7 @@ def draw(result: dict, path: Path) -> None:
     axes.margins(y=0.01)
     figure.legend(loc="outside lower center", ncols=len(KINDS), fontsize=7)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    report.save_figure(figure, path, dpi=120)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -109,7 +109,7 @@ def draw(result: dict, path: Path) -> None:
         cells = [[100 * value for value in row] for row in values["accuracy"]]
         report.heat_map(axes, cells, rows, columns, f"{label}: pass-key digits right, %")
         axes.set(xlabel="depth of the key", ylabel="tokens")
-    figure.savefig(path, dpi=150)
+    report.save_figure(figure, path, dpi=150)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -137,7 +137,7 @@ def draw(results: dict[str, dict[str, Perplexity]], path: Path) -> None:
         axes.plot(*result.curve(), label=f"{label} ({result.loss:.3f})")
     axes.set(xlabel="position (tokens)", ylabel="nats per token")
     axes.legend()
-    figure.savefig(path, dpi=150)
+    report.save_figure(figure, path, dpi=150)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -173,8 +173,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         )
         axes.annotate(row["method"], (saving, average), fontsize=6, xytext=(4, 3), textcoords="offset points")
     axes.set(xlabel="KV cache saved, % (measured; published: as stated)", ylabel="LongBench, mean of five categories")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    report.save_figure(figure, path, dpi=150)
 
 
 def main(arguments: list[str] | None = None) -> int:

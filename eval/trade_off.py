@@ -219,7 +219,7 @@ def draw(rows: list[dict], path: Path) -> None:
         axes.set(xlabel="bytes kept, % of a dense cache", ylabel=title)
         axes.grid(alpha=0.3)
     axes.legend(fontsize=7, bbox_to_anchor=(1.02, 1), loc="upper left")
-    figure.savefig(path, dpi=150, bbox_inches="tight")
+    report.save_figure(figure, path, dpi=150, bbox_inches="tight")
 
 
 def main(arguments: list[str] | None = None) -> int:

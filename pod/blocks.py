@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pod.files import replacing, write_text
+
 FORMAT = "pod-layer-blocks"
 FORMAT_VERSION = 1
 # Similarities are averages of many float32 numbers: so much above 1, below 0 or off symmetry is rounding, not an error.
@@ -223,14 +225,7 @@ class LayerBlocks:
         lines = "".join(f"  {json.dumps(key)}: {json.dumps(value)},\n" for key, value in head.items())
         text = f'{{\n{lines}  "anchors": [\n{rows}\n  ]\n}}\n'
 
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            aside.write_text(text, encoding="utf-8")
-            os.replace(aside, path)
-        finally:
-            aside.unlink(missing_ok=True)
+        write_text(path, text)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> LayerBlocks:
@@ -312,9 +307,8 @@ class LayerBlocks:
         axes.set_xlabel("layer (dot: anchor; grey: block of one layer)")
         axes.set_ylabel("KV head")
         axes.set_title(f"{self.num_blocks} blocks, kv_saving {100 * self.kv_saving:.1f} %")
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, format="png", dpi=120)
+        with replacing(path) as aside:
+            figure.savefig(aside, format="png", dpi=120)
 
 
 def _greedy_anchors(similarity: Tensor, thresholds: Tensor) -> Iterator[Tensor]:

@@ -31,6 +31,8 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from pod.files import naming, publish, write_text
+
 FORMAT = "pod-prepared"
 VERSION = 1
 PADDING = 65535  # in a documents file
@@ -113,13 +115,15 @@ class ShardWriter:
 
     def _append(self, kind: str, values: np.ndarray) -> None:
         content = np.ascontiguousarray(values).data
-        self._files[kind].write(content)
+        with naming(self._files[kind].name):
+            self._files[kind].write(content)
         self._digests[kind].update(content)
 
     def close(self) -> dict[str, Any]:
         """Close the files; the shard's entry in the index: samples, and file and sha256 of each kind."""
         for file in self._files.values():
-            file.close()
+            with naming(file.name):
+                file.close()
         entries = {kind: {"file": self._names[kind], "sha256": self._digests[kind].hexdigest()} for kind in self._names}
         return {"samples": self.samples, **entries}
 
@@ -288,7 +292,7 @@ class SampleWriter:
         if not self.splits:
             raise ValueError(f"{self.path}: no sample was written")
         hashes = "".join(f"{value}\n" for value in sorted(self.held_out))
-        (self.directory / "held-out-sha256.txt").write_text(hashes)
+        write_text(self.directory / "held-out-sha256.txt", hashes)
         index = {
             "format": FORMAT,
             "version": VERSION,
@@ -304,18 +308,12 @@ class SampleWriter:
                 "sha256": hashlib.sha256(hashes.encode()).hexdigest(),
             },
         }
-        (self.directory / "index.json").write_text(json.dumps(index, indent=2) + "\n")
+        write_text(self.directory / "index.json", json.dumps(index, indent=2) + "\n")
         mask = os.umask(0)
         os.umask(mask)
         self.directory.chmod(0o777 & ~mask)  # mkdtemp makes it private
         self._check_free()
-        if self.path.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{self.path.name}.", dir=self.path.absolute().parent))
-            os.rename(self.path, old / "old")
-            os.rename(self.directory, self.path)
-            shutil.rmtree(old)
-        else:
-            os.rename(self.directory, self.path)
+        publish(self.directory, self.path)
 
 
 class PreparedData:

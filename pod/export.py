@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from pod.blocks import LayerBlocks
+from pod.files import naming, publish
 from pod.model import pod_config
 
 CARD = """---
@@ -171,7 +172,8 @@ def measured(run: Path, step: int) -> dict[str, float]:
     found: dict[str, float] = {}
     for log in sorted((run / "logs").glob("version_*/metrics.csv"), key=lambda path: int(path.parent.name[8:])):
         with open(log, newline="", encoding="utf-8") as file:
-            for row in csv.DictReader(file):
+            # What follows the last newline was being written when the disk was full or the process was killed.
+            for row in csv.DictReader(line for line in file if line.endswith("\n")):
                 values = {key: float(value) for key, value in row.items() if key.startswith("val_") and value}
                 if values and int(row["step"]) <= step:
                     found = values
@@ -242,18 +244,17 @@ def export(ckpt: str | Path, out: str | Path, dtype: str | None = None, force: b
     shutil.rmtree(aside, ignore_errors=True)
     try:
         aside.parent.mkdir(parents=True, exist_ok=True)
-        model.save_pretrained(aside)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(aside)
-        step = int(checkpoint["global_step"])
-        card = model_card(model, out.name, base, step, measured(file.parent.parent, step))
-        (aside / "README.md").write_text(card)
+        with naming(out):
+            model.save_pretrained(aside)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(aside)
+            step = int(checkpoint["global_step"])
+            card = model_card(model, out.name, base, step, measured(file.parent.parent, step))
+            (aside / "README.md").write_text(card, encoding="utf-8")
         wanted = _logits(model)
         del model  # the written one takes its place in memory
         _verify(wanted, aside)
-        if out.exists():
-            shutil.rmtree(out)
-        aside.rename(out)
+        publish(aside, out)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return out
