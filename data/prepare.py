@@ -149,6 +149,7 @@ def prepare(
             cannot give equal shares, another run at work on `out`.
     """
     from pod.data import SampleWriter, samples_of_a_shard
+    from pod.files import write_text
 
     if not 0 <= held_out < 1:
         raise ValueError(f"--held-out {held_out}: a share of the documents, at least 0 and below 1")
@@ -236,7 +237,7 @@ def prepare(
                 "length_intervals": intervals,
                 "skipped": skipped,
             }
-            (folder / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+            write_text(folder / "report.json", json.dumps(report, indent=2) + "\n")
         clear(work)
     return report
 

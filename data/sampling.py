@@ -178,6 +178,7 @@ def write_shard(plan: Plan, split: str, samples_of_a_shard: int, folder: Path, n
         dict(shard, tokens), as `SampleWriter.adopt` takes them.
     """
     from pod.data import ShardWriter
+    from pod.files import naming
 
     note = folder.with_name(f"{folder.name}-{split}-{number:05d}.json")
     if note.is_file():
@@ -194,9 +195,10 @@ def write_shard(plan: Plan, split: str, samples_of_a_shard: int, folder: Path, n
     for begin in range(first, last, step):
         writer.add(*plan.read(begin, min(begin + step, last)))
     done = {"shard": writer.close(), "tokens": writer.tokens}
-    aside = note.with_suffix(".tmp")
-    aside.write_text(json.dumps(done))
-    os.replace(aside, note)
+    with naming(note):
+        aside = note.with_suffix(".tmp")
+        aside.write_text(json.dumps(done))
+        os.replace(aside, note)
     return done
 
 

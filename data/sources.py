@@ -237,6 +237,8 @@ def read_unit(unit: Unit, reading: Reading, folder: Path, skip_bad_shards: bool)
         BadShard: an MDS shard is bad, and `skip_bad_shards` is off.
         ValueError: a token id that the tokenizer does not have.
     """
+    from pod.files import naming  # here: torch comes along, and `--help` should not wait for it
+
     key = reading.key(unit)
     ids_file, table_file, note = (folder / f"{key}{suffix}" for suffix in (".ids", ".npy", ".json"))
     if note.is_file():
@@ -260,7 +262,7 @@ def read_unit(unit: Unit, reading: Reading, folder: Path, skip_bad_shards: bool)
                 yield encode(text), hashlib.sha256(text.encode()).digest()
 
     try:
-        with open(ids_file, "wb") as file:
+        with naming(ids_file), open(ids_file, "wb") as file:
             for ids, digest in documents():
                 content = np.ascontiguousarray(ids, dtype).data
                 file.write(content)
@@ -273,11 +275,13 @@ def read_unit(unit: Unit, reading: Reading, folder: Path, skip_bad_shards: bool)
             raise BadShard(f"{error}. Fetch it again, or leave it out with --skip-bad-shards") from None
         problem = {"file": unit.files[0], "line": 0, "problem": f"bad shard, skipped: {error}"}
         return {"key": None, "documents": 0, "tokens": 0, "problems": [problem]}
-    np.save(table_file, np.frombuffer(table, DOCUMENT))
+    with naming(table_file):
+        np.save(table_file, np.frombuffer(table, DOCUMENT))
     result = {"key": key, "documents": len(table) // DOCUMENT.itemsize, "tokens": tokens, "problems": problems}
-    aside = note.with_suffix(".tmp")
-    aside.write_text(json.dumps({"sha256": [written.hexdigest(), _digest(table_file)], "result": result}))
-    os.replace(aside, note)
+    with naming(note):
+        aside = note.with_suffix(".tmp")
+        aside.write_text(json.dumps({"sha256": [written.hexdigest(), _digest(table_file)], "result": result}))
+        os.replace(aside, note)
     return result
 
 

@@ -23,6 +23,7 @@ from pod.evaluation import models, report
 from pod.evaluation.passkey import passkey_accuracy, passkey_prompts
 from pod.evaluation.perplexity import perplexity
 from pod.export import export
+from pod.files import read_json
 from pod.fit import fit
 from pod.recipe import Recipe, RecipeError, load_recipe, output_folder
 
@@ -61,7 +62,7 @@ def measure(point: Point, overrides: list[str], out: Path) -> dict:
     settings = json.loads(json.dumps(dataclasses.asdict(recipe)))
     file = folder / "point.json"
     if file.exists():
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = read_json(file)
         if found["settings"] != settings:
             raise ValueError(f"{file} is of another recipe: remove {folder}, or sweep into another --out")
         return found

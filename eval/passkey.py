@@ -17,6 +17,7 @@ from pathlib import Path
 from pod import eviction
 from pod.evaluation import models, report
 from pod.evaluation.passkey import PHRASES, generate_greedily, passkey_accuracy, passkey_prompts
+from pod.files import check_writable
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))
 
@@ -126,6 +127,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=report.default_folder("passkey"), help="folder of what is written")
     options = parser.parse_args(arguments)
     try:
+        check_writable(options.out)
         text = "".join(path.read_text(encoding="utf-8") for path in options.text) if options.text else default_text()
         result = evaluate(
             options.ckpt,
@@ -138,18 +140,18 @@ def main(arguments: list[str] | None = None) -> int:
             options.seed,
             options.eviction,
         )
+        report.write_json(options.out / "passkey.json", result)
+        draw(result, options.out / "passkey.png")
+        header = ["model", *(f"{length} tokens" for length in result["lengths"]), "mean"]
+        rows = [
+            [label, *(f"{sum(row) / len(row):.1%}" for row in values["accuracy"]), f"{values['mean']:.1%}"]
+            for label, values in by_row(result["models"]).items()
+        ]
+        print(report.markdown_table(header, rows))
+        print(f"written: {options.out}/passkey.json, {options.out}/passkey.png")
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    report.write_json(options.out / "passkey.json", result)
-    draw(result, options.out / "passkey.png")
-    header = ["model", *(f"{length} tokens" for length in result["lengths"]), "mean"]
-    rows = [
-        [label, *(f"{sum(row) / len(row):.1%}" for row in values["accuracy"]), f"{values['mean']:.1%}"]
-        for label, values in by_row(result["models"]).items()
-    ]
-    print(report.markdown_table(header, rows))
-    print(f"written: {options.out}/passkey.json, {options.out}/passkey.png")
     return 0
 
 

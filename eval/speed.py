@@ -30,6 +30,7 @@ from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, Pre
 
 import pod
 from pod.evaluation import report
+from pod.files import check_writable
 
 SINKS, RECENT = 16, 240
 SHAPE = {"hidden_size": 1024, "intermediate_size": 2048, "head_dim": 64, "num_attention_heads": 16}
@@ -231,6 +232,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="bfloat16 on a GPU, float32 elsewhere")
     parser.add_argument("--out", type=Path, default=report.default_folder("speed"), help="folder to write to")
     options = parser.parse_args(arguments)
+    try:
+        check_writable(options.out)
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     if min(options.batch, options.rounds) < 1 or min(options.lengths) < SHORTEST:
         print(f"error: --batch and --rounds are at least 1, --lengths at least {SHORTEST}", file=sys.stderr)
         return 2

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pod.blocks import LayerBlocks
-from pod.files import replacing
+from pod.files import check_writable, replacing
 from pod.recipe import Recipe, main_recipe, output_folder
 from pod.similarity import attention_similarity, plot_similarity
 
@@ -42,6 +42,7 @@ def analyze(recipe: Recipe) -> LayerBlocks:
             "model.base is empty: a model from scratch has no attention to analyse. Set blocks.kv_saving=0"
         )
     out = output_folder(recipe)
+    check_writable(out)
     dataset = PreparedDataset(recipe.data.path, "train")
     count = min(recipe.blocks.samples, len(dataset))
     # Spread over the whole set; each index gives the same sample on every machine.
@@ -57,7 +58,6 @@ def analyze(recipe: Recipe) -> LayerBlocks:
         recent_size=recipe.model.recent_size,
     )
     blocks = group(recipe, similarity)
-    out.mkdir(parents=True, exist_ok=True)
     save_similarity(similarity, out / "similarity.safetensors")
     plot_similarity(similarity, out / "similarity.png", blocks)
     blocks.plot(out / "blocks.png")
@@ -118,6 +118,9 @@ def _digest(similarity: Tensor) -> str:
 def main(arguments: list[str]) -> int:
     recipe = main_recipe(arguments, "pod.analyze")
     try:
+        from pod.data import PreparedData
+
+        PreparedData(recipe.data.path).verify("train")
         analyze(recipe)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

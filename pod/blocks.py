@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pod.files import replacing, write_text
+from pod.files import read_json, replacing, write_text
 
 FORMAT = "pod-layer-blocks"
 FORMAT_VERSION = 1
@@ -208,7 +208,7 @@ class LayerBlocks:
         """Write the blocks as JSON, one line per layer; folders are made as needed.
 
         The file is written aside and renamed, so that a reader never meets half of it. `kv_saving` is in it for people
-        to read: `load` computes it from the anchors.
+        to read, and lets `load` notice an anchor that was changed.
 
         Raises:
             TypeError: the metadata holds something that JSON cannot.
@@ -239,10 +239,7 @@ class LayerBlocks:
         path = Path(path)
         if not path.exists():
             raise FileNotFoundError(f"{path}: no such blocks file; LayerBlocks.save writes one")
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:  # also what a file that is not UTF-8 raises
-            raise ValueError(f"{path}: not JSON: {error}") from error
+        content = read_json(path)
         if not isinstance(content, dict):
             raise ValueError(f"{path}: a blocks file is a JSON object, this is a {type(content).__name__}")
         for name in ("format", "version", "num_layers", "num_kv_heads", "anchors"):
@@ -263,6 +260,11 @@ class LayerBlocks:
             raise ValueError(
                 f"{path}: anchors are {blocks.num_layers} layers x {blocks.num_kv_heads} KV heads, but the file says "
                 f"num_layers={content['num_layers']!r}, num_kv_heads={content['num_kv_heads']!r}"
+            )
+        if content.get("kv_saving", blocks.kv_saving) != blocks.kv_saving:
+            raise ValueError(
+                f"{path}: the anchors save {blocks.kv_saving}, but the file says kv_saving={content['kv_saving']!r}: "
+                "damaged, or written by hand; leave that line out there"
             )
         return blocks
 

@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from pod.files import naming, publish, write_text
+from pod.files import naming, publish, read_json, write_text
 
 FORMAT = "pod-prepared"
 VERSION = 1
@@ -334,30 +334,48 @@ class PreparedData:
         self.path = Path(path)
         index_file = self.path / "index.json"
         if not index_file.is_file():
+            demo = "data/demo" in self.path.as_posix()
             raise FileNotFoundError(
-                f"no prepared data at {self.path} (no index.json there). Make it with: python data/prepare.py "
-                f"--source PATH --out {self.path} --tokenizer bytes --sequence-length N"
+                f"no prepared data at {self.path} (no index.json there). Make it with: "
+                + (
+                    f"python data/demo_corpus.py --out {self.path} --length L --samples N --validation-samples M"
+                    if demo
+                    else f"python data/prepare.py --source PATH --out {self.path} --tokenizer bytes --sequence-length N"
+                )
             )
-        try:
-            self.index = json.loads(index_file.read_text())
-        except ValueError as error:
-            raise ValueError(f"{index_file} is not JSON: {error}") from None
+        self.index = read_json(index_file)
         if not isinstance(self.index, dict) or self.index.get("format") != FORMAT:
             raise ValueError(f"{index_file} is not the index of a prepared directory (format {FORMAT!r})")
-        if self.index["version"] != VERSION:
+        if self.index.get("version") != VERSION:
             raise ValueError(
-                f"{index_file} has version {self.index['version']}, this code reads {VERSION}: prepare again"
+                f"{index_file} has version {self.index.get('version')}, this code reads {VERSION}: prepare again"
             )
+        try:
+            self._read_index()
+        except (AttributeError, KeyError, TypeError) as error:
+            kind = type(error).__name__
+            raise ValueError(
+                f"{index_file} is damaged: a field is missing or of another type ({kind}: {error}); prepare again"
+            ) from error
+
+    def _read_index(self) -> None:
         self.tokenizer: str = self.index["tokenizer"]
         self.vocab_size: int = self.index["vocab_size"]
         self.sequence_length: int = self.index["sequence_length"]
         self.length_intervals: list[int] | None = self.index.get("length_intervals")
-        self.dtype = np.dtype(self.index["dtype"]).newbyteorder("<")
+        if self.index["dtype"] != token_dtype(self.vocab_size).name or self.sequence_length < 2:
+            raise TypeError(f"dtype {self.index['dtype']!r}, sequence_length {self.sequence_length}")
+        self.dtype = token_dtype(self.vocab_size)
         self.splits: dict[str, dict[str, Any]] = self.index["splits"]
+        for entry in [*(entry for split in self.splits for entry in self._files(split)), self.index["held_out"]]:
+            entry["file"] + entry["sha256"]  # both are texts
         for split in self.splits:
+            samples = [shard["samples"] for shard in self.splits[split]["shards"]]
+            if not samples or min(samples) < 1 or sum(samples) != self.splits[split]["samples"]:
+                raise TypeError(f"shards of {samples} samples in the {split} split")
             for shard in self.splits[split]["shards"]:
                 for kind in KINDS:
-                    if kind in shard:
+                    if kind == "tokens" or kind in shard:
                         self._check_size(kind, shard)
 
     def _check_size(self, kind: str, shard: dict[str, Any]) -> None:
@@ -373,14 +391,14 @@ class PreparedData:
     def _dtype(self, kind: str) -> np.dtype:
         return {"tokens": self.dtype, "documents": np.dtype("<u2"), "answers": np.dtype(np.uint8)}[kind]
 
-    def verify(self) -> None:
-        """Read every file and compare its sha256 with the index.
+    def verify(self, split: str | None = None) -> None:
+        """Read every file, or those of one split, and compare its sha256 with the index.
 
         Raises:
             ValueError: naming the file that differs.
         """
-        entries = [entry for split in self.splits for entry in self._files(split)]
-        for entry in [*entries, self.index["held_out"]]:
+        entries = [entry for name in self.splits if split in (None, name) for entry in self._files(name)]
+        for entry in [*entries, *([self.index["held_out"]] if split is None else [])]:
             with open(self.path / entry["file"], "rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
                     raise ValueError(f"{self.path / entry['file']} is not what its index says (sha256): prepare again")

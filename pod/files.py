@@ -1,19 +1,26 @@
-"""Files that are there whole or not at all, and errors of writing that name the file.
+"""Files that are there whole or not at all, and errors of writing and reading that name the file.
 
 Whatever others read while it is being made, or that a kill must not leave half done, is written aside, forced onto the
 disk and renamed. A full disk, a quota or a lost mount raises OSError out of `write`, mostly without a name: `naming`
-adds it, so that the one line a command prints says what could not be written.
+adds it, so that the one line a command prints says what could not be written. The other way round, `opening` and
+`read_json` say which file of what is read is damaged.
 """
 
 import errno
+import hashlib
+import json
 import os
 import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from safetensors import SafetensorError
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
+
+SUMS = "SHA256SUMS"  # in a model's directory: the checksums of its weights, as `sha256sum --check` reads them
 
 
 @contextmanager
@@ -118,3 +125,91 @@ def check_writable(folder: str | os.PathLike[str]) -> None:
             probe.unlink(missing_ok=True)
         except OSError:
             pass  # what was wrong is on its way already
+
+
+def read_json(path: str | os.PathLike[str]) -> Any:
+    """What a JSON file holds.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is no JSON; names the file.
+    """
+    try:
+        return json.loads(Path(path).read_bytes().decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: truncated, damaged or no JSON: {error}") from error
+
+
+def write_sums(folder: Path) -> None:
+    """Add the checksums of a directory's weights, the one kind of its files whose damage would not show."""
+    lines = [f"{_digest(file)}  {file.name}\n" for file in sorted(folder.glob("*.safetensors"))]
+    write_text(folder / SUMS, "".join(lines))
+
+
+def check_sums(folder: str | os.PathLike[str]) -> None:
+    """Compare a directory's weights with its checksums, where it has any; reads every byte of them.
+
+    Raises:
+        ValueError: a file is missing or damaged; names it.
+    """
+    folder = Path(folder)
+    if not (folder / SUMS).is_file():
+        return
+    for line in (folder / SUMS).read_text(encoding="utf-8", errors="replace").splitlines():
+        digest, _, name = line.partition("  ")
+        file = folder / name
+        if not name or not file.is_file():
+            raise ValueError(f"{folder / SUMS} names {name!r}, which is not there: export again")
+        if _digest(file) != digest:
+            raise ValueError(
+                f"{file} is truncated or damaged: its sha256 is not the one in {SUMS}. Export again; or remove {SUMS}, "
+                "if the weights were changed on purpose"
+            )
+
+
+@contextmanager
+def opening(where: str | os.PathLike[str]) -> Iterator[None]:
+    """Say of a model's directory what is wrong with it, whatever transformers and safetensors raise in the block.
+
+    Its weights are compared with their checksums first, where it has any.
+
+    Args:
+        where: the directory, or a hub id.
+
+    Raises:
+        ValueError: names the directory, or the file in it.
+    """
+    check_sums(where)
+    try:
+        yield
+    except SafetensorError as error:
+        raise ValueError(f"{_unreadable(Path(where))}: truncated or damaged: {error}") from error
+    except StrictDataclassError as error:
+        raise ValueError(f"{Path(where) / 'config.json'}: {' '.join(str(error).split())}") from error
+    except json.JSONDecodeError:
+        for file in sorted(Path(where).glob("*.json")):
+            read_json(file)  # the damaged one is named
+        raise
+    except (AttributeError, KeyError, TypeError, ZeroDivisionError) as error:
+        kind = type(error).__name__
+        raise ValueError(f"{Path(where) / 'config.json'}: a field is missing or wrong ({kind}: {error})") from error
+    except RuntimeError as error:
+        if "mismatched_sizes" not in str(error):
+            raise
+        raise ValueError(f"{where}: the weights do not have the shapes that config.json says") from error
+
+
+def _unreadable(folder: Path) -> Path:
+    """The first file of weights that cannot be opened."""
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except SafetensorError:
+            return file
+    return folder
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -35,7 +35,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from pod.analyze import analyze
 from pod.blocks import LayerBlocks
 from pod.data import PodDataModule
-from pod.files import naming, replacing
+from pod.files import check_writable, naming, replacing
 from pod.module import PodModule
 from pod.plan import show_plan
 from pod.recipe import Recipe, accumulate, main_recipe, output_folder, save, steps, warmup_steps
@@ -160,7 +160,10 @@ def is_whole(checkpoint: Path) -> bool:
             return False
         shards = list(checkpoint.glob("checkpoint/*.pt"))
         states = [path for path in shards if path.name.endswith("_optim_states.pt")]
-        return len(states) == world_size_of(checkpoint) and all(map(zipfile.is_zipfile, shards))
+        try:
+            return len(states) == world_size_of(checkpoint) and all(map(zipfile.is_zipfile, shards))
+        except (KeyError, TypeError, ValueError):  # the note of how many there are is damaged
+            return False
     try:
         with zipfile.ZipFile(checkpoint) as archive:
             return archive.testzip() is None
@@ -274,17 +277,6 @@ def fit(recipe: Recipe) -> lightning.Trainer:
     out = output_folder(recipe)
     folder = out / "steps"
     checkpoint = resume_from(recipe, folder)
-    out.mkdir(parents=True, exist_ok=True)
-    lightning.seed_everything(recipe.seed, verbose=False)
-    blocks = choose_blocks(recipe, out)
-    if rank_zero_only.rank == 0:
-        for left in out.glob("*/.*.tmp"):  # what a killed process was writing
-            left.unlink()
-        if blocks is not None:
-            blocks.save(out / "blocks.json")
-        save(recipe, out / "recipe.yaml")
-    accumulation = accumulate(recipe)
-    total = steps(recipe)
     data = PodDataModule(
         recipe.data.path,
         sequence_length=recipe.data.sequence_length,
@@ -295,6 +287,20 @@ def fit(recipe: Recipe) -> lightning.Trainer:
         shuffle=recipe.data.shuffle,
         validation_path=recipe.data.validation_path,
     )
+    if rank_zero_only.rank == 0:  # a flipped bit would be trained on; reading all takes a second per gigabyte
+        for prepared in filter(None, (data.prepared, data.validation)):
+            prepared.verify()
+    check_writable(out)
+    lightning.seed_everything(recipe.seed, verbose=False)
+    blocks = choose_blocks(recipe, out)
+    if rank_zero_only.rank == 0:
+        for left in out.glob("*/.*.tmp"):  # what a killed process was writing
+            left.unlink()
+        if blocks is not None:
+            blocks.save(out / "blocks.json")
+        save(recipe, out / "recipe.yaml")
+    accumulation = accumulate(recipe)
+    total = steps(recipe)
     module = PodModule(
         base=recipe.model.base,
         model_config=None if recipe.model.base is not None else dict(recipe.model.config),

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pod.evaluation import report
-from pod.files import naming, replacing
+from pod.files import naming, read_json, replacing
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,9 @@ def settle(folder: str | Path, settings: dict[str, Any]) -> None:
     """
     path = Path(folder) / "settings.json"
     if path.exists():
-        earlier = json.loads(path.read_text(encoding="utf-8"))
+        earlier = read_json(path)
+        if not isinstance(earlier, dict):
+            raise ValueError(f"{path}: not the settings of predictions: choose another --out, or remove the folder")
         for name in sorted(set(earlier) | set(settings)):
             if earlier.get(name) != settings.get(name):
                 raise ValueError(
