@@ -2,7 +2,8 @@
 
 A prepared directory is written by `data/prepare.py` or `data/demo_corpus.py` and holds
 
-    index.json                   format, tokenizer, lengths, and for each split its shards with sizes and sha256
+    index.json                   format, tokenizer, lengths, for each split its shards with sizes and sha256, and the
+                                 sha256 of all this
     tokens-SPLIT-00000.bin       [n, T] uint16 (uint32 where the vocabulary has more than 65,535 ids), little-endian
     documents-SPLIT-00000.bin    [n, T] uint16, the document of each token inside its sample, 65,535 for padding;
                                  absent when every sample is one whole document
@@ -308,6 +309,7 @@ class SampleWriter:
                 "sha256": hashlib.sha256(hashes.encode()).hexdigest(),
             },
         }
+        index["sha256"] = _own_digest(index)
         write_text(self.directory / "index.json", json.dumps(index, indent=2) + "\n")
         mask = os.umask(0)
         os.umask(mask)
@@ -350,6 +352,8 @@ class PreparedData:
             raise ValueError(
                 f"{index_file} has version {self.index.get('version')}, this code reads {VERSION}: prepare again"
             )
+        if self.index.get("sha256") not in (None, _own_digest(self.index)):
+            raise ValueError(f"{index_file} is damaged: its sha256 is not the one it names; prepare again")
         try:
             self._read_index()
         except (AttributeError, KeyError, TypeError) as error:
@@ -423,6 +427,12 @@ class PreparedData:
     def _files(self, split: str) -> list[dict[str, str]]:
         shards = self.splits[split]["shards"]
         return [shard[kind] for shard in shards for kind in KINDS if kind in shard]
+
+
+def _own_digest(index: dict[str, Any]) -> str:
+    """sha256 of an index without its own: a number in it that changed would otherwise still be a number."""
+    content = {name: value for name, value in index.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 class PreparedDataset(Dataset):

@@ -20,7 +20,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 
-SUMS = "SHA256SUMS"  # in a model's directory: the checksums of its weights, as `sha256sum --check` reads them
+SUMS = "SHA256SUMS"  # in a model's directory: the checksums of its files, as `sha256sum --check` reads them
 
 
 @contextmanager
@@ -137,17 +137,17 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     try:
         return json.loads(Path(path).read_bytes().decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: truncated, damaged or no JSON: {error}") from error
+        raise ValueError(f"{path}: not JSON, so truncated or damaged: {error}") from error
 
 
 def write_sums(folder: Path) -> None:
-    """Add the checksums of a directory's weights, the one kind of its files whose damage would not show."""
-    lines = [f"{_digest(file)}  {file.name}\n" for file in sorted(folder.glob("*.safetensors"))]
+    """Add the checksums of a model's files: damaged weights, or a field of its config that is gone, would not show."""
+    lines = [f"{_digest(file)}  {file.name}\n" for file in sorted(folder.iterdir()) if file.suffix != ".md"]
     write_text(folder / SUMS, "".join(lines))
 
 
 def check_sums(folder: str | os.PathLike[str]) -> None:
-    """Compare a directory's weights with its checksums, where it has any; reads every byte of them.
+    """Compare a directory's files with their checksums, where it has any; reads every byte of them.
 
     Raises:
         ValueError: a file is missing or damaged; names it.
@@ -155,15 +155,18 @@ def check_sums(folder: str | os.PathLike[str]) -> None:
     folder = Path(folder)
     if not (folder / SUMS).is_file():
         return
-    for line in (folder / SUMS).read_text(encoding="utf-8", errors="replace").splitlines():
+    lines = (folder / SUMS).read_text(encoding="utf-8", errors="replace").splitlines()
+    if not lines:
+        raise ValueError(f"{folder / SUMS} is empty: export again, or remove it")
+    for line in lines:
         digest, _, name = line.partition("  ")
         file = folder / name
         if not name or not file.is_file():
             raise ValueError(f"{folder / SUMS} names {name!r}, which is not there: export again")
         if _digest(file) != digest:
             raise ValueError(
-                f"{file} is truncated or damaged: its sha256 is not the one in {SUMS}. Export again; or remove {SUMS}, "
-                "if the weights were changed on purpose"
+                f"{file} is damaged, or was changed: its sha256 is not the one in {SUMS}. Export again; or, if it was "
+                f"changed on purpose, take its line out of {SUMS}"
             )
 
 
@@ -171,7 +174,7 @@ def check_sums(folder: str | os.PathLike[str]) -> None:
 def opening(where: str | os.PathLike[str]) -> Iterator[None]:
     """Say of a model's directory what is wrong with it, whatever transformers and safetensors raise in the block.
 
-    Its weights are compared with their checksums first, where it has any.
+    Its files are compared with their checksums first, where it has any.
 
     Args:
         where: the directory, or a hub id.
