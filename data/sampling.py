@@ -182,9 +182,12 @@ def write_shard(plan: Plan, split: str, samples_of_a_shard: int, folder: Path, n
 
     note = folder.with_name(f"{folder.name}-{split}-{number:05d}.json")
     if note.is_file():
-        known = json.loads(note.read_text())
-        entries = [known["shard"][kind] for kind in ("tokens", "documents")]
-        if all((folder / entry["file"]).is_file() for entry in entries):
+        try:
+            known = json.loads(note.read_text())
+            entries = [known["shard"][kind] for kind in ("tokens", "documents")]
+        except (ValueError, KeyError):  # damaged: the shard is written again
+            entries = []
+        if entries and all((folder / entry["file"]).is_file() for entry in entries):
             if all(_sha256(folder / entry["file"]) == entry["sha256"] for entry in entries):
                 return known
     writer = ShardWriter(

@@ -381,6 +381,8 @@ class PreparedData:
                 for kind in KINDS:
                     if kind == "tokens" or kind in shard:
                         self._check_size(kind, shard)
+                    if kind != "tokens" and (kind in shard) != bool(self.splits[split].get(kind)):
+                        raise TypeError(f"{kind} of some shards of the {split} split only")
 
     def _check_size(self, kind: str, shard: dict[str, Any]) -> None:
         file = self.path / shard[kind]["file"]
