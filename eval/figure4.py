@@ -63,7 +63,7 @@ def measure(point: Point, overrides: list[str], out: Path) -> dict:
     file = folder / "point.json"
     if file.exists():
         found = read_json(file)
-        if found["settings"] != settings:
+        if not isinstance(found, dict) or found.get("settings") != settings:
             raise ValueError(f"{file} is of another recipe: remove {folder}, or sweep into another --out")
         return found
     plain = demo.write_data(recipe)

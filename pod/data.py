@@ -356,7 +356,7 @@ class PreparedData:
             raise ValueError(f"{index_file} is damaged: its sha256 is not the one it names; prepare again")
         try:
             self._read_index()
-        except (AttributeError, KeyError, TypeError) as error:
+        except (AttributeError, LookupError, OverflowError, TypeError) as error:
             kind = type(error).__name__
             raise ValueError(
                 f"{index_file} is damaged: a field is missing or of another type ({kind}: {error}); prepare again"
@@ -372,7 +372,10 @@ class PreparedData:
         self.dtype = token_dtype(self.vocab_size)
         self.splits: dict[str, dict[str, Any]] = self.index["splits"]
         for entry in [*(entry for split in self.splits for entry in self._files(split)), self.index["held_out"]]:
-            entry["file"] + entry["sha256"]  # both are texts
+            if not isinstance(entry["sha256"], str) or entry["file"] != Path(entry["file"]).name:
+                raise TypeError(f"a file {entry!r}")
+            if not (self.path / entry["file"]).is_file():
+                raise FileNotFoundError(f"{self.path / entry['file']} is missing: the index of {self.path} names it")
         for split in self.splits:
             samples = [shard["samples"] for shard in self.splits[split]["shards"]]
             if not samples or min(samples) < 1 or sum(samples) != self.splits[split]["samples"]:
@@ -386,8 +389,6 @@ class PreparedData:
 
     def _check_size(self, kind: str, shard: dict[str, Any]) -> None:
         file = self.path / shard[kind]["file"]
-        if not file.is_file():
-            raise FileNotFoundError(f"{file} is missing: the index of {self.path} names it")
         wanted = shard["samples"] * self.sequence_length * self._dtype(kind).itemsize
         if file.stat().st_size != wanted:
             raise ValueError(
