@@ -3,8 +3,9 @@
     python -m pod.export --ckpt checkpoints/llama3-32k --out exports/llama3-32k
     python -m pod.export --ckpt checkpoints/tiny/steps/step=60.ckpt --out exports/tiny --dtype bfloat16 --force
 
-The directory holds config.json, sharded safetensors, tokenizer, generation config and a model card. It is written
-aside, loaded again and compared with the checkpoint before it takes its name; a failure leaves nothing behind.
+The directory holds config.json, sharded safetensors, tokenizer, generation config, their checksums and a model card. It
+is written aside, loaded again and compared with the checkpoint before it takes its name; a failure leaves nothing
+behind.
 """
 
 import argparse

@@ -7,9 +7,10 @@
     python -m pod.fit recipe=mine trainer.strategy=deepspeed trainer.devices=2 trainer.sequence_parallel_size=2
     python -m pod.fit recipe=llama3-32k plan=true gpu=H100 utilisation=0.4    # memory, FLOPs, hours; trains nothing
 
-Analyses first when the recipe wants a saving and names no blocks file. Writes into the run's folder: `recipe.yaml`,
-`blocks.json`, `logs/` and `steps/step=N.ckpt`, `best/`. With several processes the first one analyses and writes; a
-checkpoint of DeepSpeed is a directory, to which each process adds its shard.
+Compares the prepared data with its checksums, and analyses first when the recipe wants a saving and names no blocks
+file. Writes into the run's folder: `recipe.yaml`, `blocks.json`, `logs/` and `steps/step=N.ckpt`, `best/`. With several
+processes the first one analyses and writes; a checkpoint of DeepSpeed is a directory, to which each process adds its
+shard.
 """
 
 import contextlib
