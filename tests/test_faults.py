@@ -183,7 +183,7 @@ class Disk:
         return self.mounted or os.geteuid() != 0
 
     def close(self):
-        self.path.chmod(0o755) if not self.mounted else subprocess.run(["umount", str(self.path)], check=True)
+        self.path.chmod(0o755) if not self.mounted else subprocess.run(["umount", "-l", str(self.path)], check=True)
         resource.setrlimit(resource.RLIMIT_FSIZE, self.limits)
 
 
