@@ -121,17 +121,42 @@ def read_index(file: Path) -> list[Shard] | None:
         ValueError: another version, or shards of another format of the same library.
     """
     try:
-        index = json.loads(file.read_text())
-    except ValueError:
+        index = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        if any(file.parent.glob("*.mds*")):
+            raise ValueError(f"{file}: the index of MDS shards is truncated or damaged: {error}") from error
         return None
     if not isinstance(index, dict) or not isinstance(index.get("shards"), list):
         return None
     if index.get("version") != 2:
         raise ValueError(f"{file}: MDS of version {index.get('version')}, only version 2 can be read")
-    other = {entry.get("format") for entry in index["shards"]} - {"mds"}
+    if not all(isinstance(entry, dict) for entry in index["shards"]):
+        raise ValueError(f"{file}: the index of MDS shards is damaged: {index['shards']!r:.80}")
+    other = {str(entry.get("format")) for entry in index["shards"]} - {"mds"}
     if other:
         raise ValueError(f"{file}: shards of format {', '.join(map(str, other))}, only mds can be read")
-    return [Shard(str(file.parent), json.dumps(entry, sort_keys=True)) for entry in index["shards"]]
+    shards = [Shard(str(file.parent), json.dumps(entry, sort_keys=True)) for entry in index["shards"]]
+    for shard in shards:
+        _check_entry(file, shard.entry)
+    return shards
+
+
+def _check_entry(file: Path, entry: dict[str, Any]) -> None:
+    """The fields that are read here, of the types that they have."""
+    try:
+        for info in (entry["raw_data"], *filter(None, [entry.get("zip_data")])):
+            right = isinstance(info["basename"], str) and isinstance(info["bytes"], int)
+            right &= all(isinstance(value, str) for value in info["hashes"].values())
+            right &= info["basename"] == Path(info["basename"]).name and info["basename"] not in ("", "..")
+            if not right:
+                raise TypeError(f"{info!r:.80}")
+        lists = [entry["column_names"], entry["column_encodings"], entry["column_sizes"]]
+        if not len(lists[0]) == len(lists[1]) == len(lists[2]) or not isinstance(entry["samples"], int):
+            raise TypeError(f"columns {lists!r:.80}")
+        if not all(size is None or (isinstance(size, int) and size >= 0) for size in lists[2]):
+            raise TypeError(f"column_sizes {lists[2]!r:.80}")
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{file}: the index of MDS shards is damaged ({type(error).__name__}: {error})") from error
 
 
 def _check(file: Path, data: np.ndarray, wanted: dict[str, Any]) -> None:

@@ -9,11 +9,13 @@
         --sequence-length 8192
 
 Reads text (.txt, .text), Markdown (.md, .markdown) and Python (.py), one document a file; JSON lines (.jsonl,
-.jsonl.gz: Dolma), one document a line; and MosaicML MDS shards (ProLong), which are tokenised already: their ids are
-taken as they are, a document for each (start, end) of their column `indices`. A directory stands for all of these that
-are in it, hidden ones left out. What cannot be read (broken JSON, no text, wrong encoding) is skipped, counted and
-reported with file and line, at the end and in `report.json` of the output. An MDS shard that is missing or not what its
-index says ends the run with its name; with --skip-bad-shards it is reported with the rest.
+.jsonl.gz: Dolma), one document a line; Parquet (.parquet), one document a row; and MosaicML MDS shards (ProLong), which
+are tokenised already: their ids are taken as they are, a document for each (start, end) of their column `indices`. A
+directory stands for all of these that are in it, hidden ones left out; links are followed, and a file that is reached
+by several paths is read once. What cannot be read (broken JSON, no text, NUL characters, wrong encoding) is skipped,
+counted and reported with file and line, at the end and in `report.json` of the output; more of it than --max-bad-share
+ends the run. An MDS shard that is missing or not what its index says ends it too, with its name; with --skip-bad-shards
+it is reported with the rest. `report.md` and `report.png` of the output say how long the documents are.
 
 --chat reads JSON lines with a list `messages`, writes each by the tokenizer's chat template, and marks the assistant's
 turns: they alone have labels (`data/chat.py` says which tokens these are). A line without messages, with an unknown
@@ -50,6 +52,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import summary
 from chat import load_chat
 from sampling import Plan, draw, split_documents, write_shard
 from sources import DOCUMENT, LINES, Reading, find_units, load_tokenizer, read_unit
@@ -144,23 +147,28 @@ def prepare(
     skip_bad_shards: bool = False,
     chat: bool = False,
     chat_template: str | Path | None = None,
+    max_bad_share: float = 1.0,
 ) -> dict[str, Any]:
     """Prepare `sources` into the directory `out`; see the module's docstring and `--help`.
 
     Returns:
-        what is in report.json: files, documents, duplicates, splits, truncated_documents, length_intervals (as `draw`
-        reports them, or None), and `skipped`, a list of dict(file, line, problem).
+        what is in report.json: files, documents, duplicates, splits, truncated_documents, one_token_documents (left
+        out where a sample is one document: they foretell nothing), lengths (a `summary.histogram` of each split),
+        length_intervals (as `draw` reports them, or None), and `skipped`, a list of dict(file, line, problem).
 
     Raises:
         FileNotFoundError: no input files.
         FileExistsError: `out` exists (without `force`).
-        ValueError: nothing readable in the input, a bad argument, an unknown tokenizer, a bad MDS shard, intervals that
-            cannot give equal shares, another run at work on `out`.
+        ValueError: nothing readable in the input, or too little of it, a bad argument, an unknown tokenizer, a bad MDS
+            shard, intervals that cannot give equal shares, another run at work on `out`.
     """
     from pod.data import SampleWriter, samples_of_a_shard
+    from pod.files import write_text
 
     if not 0 <= held_out < 1:
         raise ValueError(f"--held-out {held_out}: a share of the documents, at least 0 and below 1")
+    if not 0 <= max_bad_share <= 1:
+        raise ValueError(f"--max-bad-share {max_bad_share}: a share of the documents, from 0 to 1")
     if num_proc < 1 or seed < 0:
         raise ValueError(f"--num-proc {num_proc} must be at least 1, and --seed {seed} not negative")
     if sequence_length < 2:
@@ -194,6 +202,13 @@ def prepare(
             raise ValueError(f"nothing readable in {files} files, {len(skipped)} problems{first}")
 
         counts = [unit["documents"] for unit in units_read]
+        share = len(skipped) / (len(skipped) + sum(counts))
+        if share > max_bad_share:
+            raise ValueError(
+                f"{len(skipped)} of {len(skipped) + sum(counts)} documents cannot be read, {share:.1%}, more than "
+                f"--max-bad-share {max_bad_share:g} allows; the first: "
+                + "{file}:{line}: {problem}".format(**skipped[0])
+            )
         table = np.empty(sum(counts), DOCUMENT)
         begin = np.empty(len(table), np.int64)
         for end, unit in zip(np.cumsum(counts).tolist(), units_read, strict=True):
@@ -203,6 +218,13 @@ def prepare(
         source = np.repeat(np.arange(len(counts)), counts)
         splits, duplicates = split_documents(table["sha256"], held_out, seed)
         used = np.minimum(table["length"], sequence_length) if one_document else table["length"]
+        lonely = 0
+        if one_document:  # a sample of one token foretells nothing
+            whole = {name: numbers[used[numbers] > 1] for name, numbers in splits.items()}
+            lonely = sum(len(splits[name]) - len(whole[name]) for name in splits)
+            splits = whole
+            if not len(splits["train"]):
+                raise ValueError("no document for training has more than one token, and --one-document needs two")
         intervals = None
         if edges:
             drawn, intervals = draw(table["length"][splits["train"]], used[splits["train"]], edges)
@@ -243,19 +265,30 @@ def prepare(
                     writer.adopt(name, **done)
             writer.held_out = [value.tobytes().hex() for value in table["sha256"][splits["validation"]]]
             writer.length_intervals = edges
+            splits_written = {name: splits[name] for name in writer.splits}
             report = {
                 "files": files,
                 "documents": sum(len(numbers) for numbers in splits.values()),
                 "duplicates": duplicates,
                 "truncated_documents": int(sum((table["length"] > used)[numbers].sum() for numbers in splits.values())),
+                "one_token_documents": lonely,
                 "splits": {
                     name: {"documents": len(splits[name]), "samples": entry["samples"], "tokens": entry["tokens"]}
+                    | {"padding": 1 - entry["tokens"] / (entry["samples"] * sequence_length)}
                     for name, entry in writer.splits.items()
                 },
+                "lengths": {name: summary.histogram(table["length"][part]) for name, part in splits_written.items()},
                 "length_intervals": intervals,
                 "skipped": skipped,
             }
-            (folder / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+            write_text(folder / "report.json", json.dumps(report, indent=2) + "\n")
+            facts = {
+                "tokenizer": tokenizer,
+                "tokens of a sample": f"{sequence_length:,}, {'one document' if one_document else 'documents packed'}",
+                "seed": seed,
+                "share held out": held_out,
+            }
+            summary.write(folder, report, sequence_length, facts)
         clear(work)
     return report
 
@@ -280,10 +313,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--held-out", type=float, default=0.01, help="share of the documents for validation (0.01)")
     parser.add_argument("--seed", type=int, default=0, help="of the order of the documents (0)")
     parser.add_argument("--num-proc", type=int, default=os.cpu_count() or 1, help="processes (all cores)")
-    parser.add_argument("--text-field", default="text", help="the field of a JSON line that holds the text (text)")
+    parser.add_argument("--text-field", default="text", help="field of a JSON line, or column, with the text (text)")
     parser.add_argument("--chat", action="store_true", help="learn the assistant's turns of each line's `messages`")
     parser.add_argument("--chat-template", metavar="FILE", help="a Jinja chat template (that of the tokenizer)")
     parser.add_argument("--skip-bad-shards", action="store_true", help="leave out MDS shards that are damaged")
+    parser.add_argument(
+        "--max-bad-share",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="end where more documents are unreadable (1: never)",
+    )
     parser.add_argument("--force", action="store_true", help="replace a prepared directory")
     options = vars(parser.parse_args(arguments))
     options.pop("pack")
@@ -309,7 +349,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
     for name, entry in report["splits"].items():
         print(f"{name}: {entry['documents']} documents, {entry['samples']} samples, {entry['tokens']} tokens")
-    print(f"written to {options['out']}")
+    print(f"written to {options['out']}; what it holds: {Path(options['out']) / 'report.md'}")
     return 0
 
 

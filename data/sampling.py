@@ -190,12 +190,16 @@ def write_shard(plan: Plan, split: str, samples_of_a_shard: int, folder: Path, n
         dict(shard, tokens), as `SampleWriter.adopt` takes them.
     """
     from pod.data import ShardWriter
+    from pod.files import naming
 
     note = folder.with_name(f"{folder.name}-{split}-{number:05d}.json")
     if note.is_file():
-        known = json.loads(note.read_text())
-        entries = [entry for entry in known["shard"].values() if isinstance(entry, dict)]
-        if all((folder / entry["file"]).is_file() for entry in entries):
+        try:
+            known = json.loads(note.read_text())
+            entries = [entry for entry in known["shard"].values() if isinstance(entry, dict)]
+        except (ValueError, KeyError, AttributeError):  # damaged: the shard is written again
+            entries = []
+        if entries and all((folder / entry["file"]).is_file() for entry in entries):
             if all(_sha256(folder / entry["file"]) == entry["sha256"] for entry in entries):
                 return known
     writer = ShardWriter(
@@ -213,9 +217,10 @@ def write_shard(plan: Plan, split: str, samples_of_a_shard: int, folder: Path, n
         end = min(begin + step, last)
         writer.add(*plan.read(begin, end), learned=plan.marks(begin, end))
     done = {"shard": writer.close(), "tokens": writer.tokens}
-    aside = note.with_suffix(".tmp")
-    aside.write_text(json.dumps(done))
-    os.replace(aside, note)
+    with naming(note):
+        aside = note.with_suffix(".tmp")
+        aside.write_text(json.dumps(done))
+        os.replace(aside, note)
     return done
 
 

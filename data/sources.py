@@ -1,7 +1,8 @@
 """What `prepare.py` reads: files and MDS shards, grouped into units, and each unit turned into token ids on disk.
 
-A unit is what one process reads at a time and what a killed run need not read again: one file of JSON lines, one MDS
-shard, or some small files of text. `read_unit` leaves these files in the work folder, named after the unit's content:
+A unit is what one process reads at a time and what a killed run need not read again: one file of JSON lines or of
+Parquet, one MDS shard, or some small files of text. `read_unit` leaves these files in the work folder, named after the
+unit's content:
 
     KEY.ids     every document's token ids, one after the other, uint16 or uint32
     KEY.learned of chats: 1 for each of these that is learned, else 0, uint8
@@ -28,6 +29,8 @@ from mds import BadShard, Shard, read_index
 
 TEXT = (".txt", ".text", ".md", ".markdown", ".py")
 LINES = (".jsonl", ".jsonl.gz")
+PARQUET = ".parquet"
+PARQUET_ROWS = 256  # in memory at once
 BYTES_VOCABULARY = 259  # ByT5Tokenizer(extra_ids=0): pad 0, eos 1, unk 2, then the 256 bytes
 DOCUMENT = np.dtype([("length", "<i8"), ("sha256", "u1", 32)])
 # A unit of text files ends with the file that reaches one of these.
@@ -36,7 +39,7 @@ UNIT_FILES, UNIT_BYTES = 256, 2**24
 
 @dataclass(frozen=True)
 class Unit:
-    """Files of text or JSON lines, or one MDS shard; `stamp` is what of them shows that they have not changed."""
+    """Files of text, JSON lines or Parquet, or one MDS shard; `stamp` is what shows that they have not changed."""
 
     files: tuple[str, ...]
     stamp: tuple
@@ -62,13 +65,15 @@ class Reading:
 def find_units(sources: list[str]) -> list[Unit]:
     """The units that `sources` (files and directories) stand for, in the order of their files' names, each file once.
 
-    In a directory, an index.json of MDS shards stands for these.
+    In a directory, an index.json of MDS shards stands for these. Links are followed, also to directories and in loops;
+    a file that is reached by several names is read under the first of them.
 
     Raises:
         FileNotFoundError: a source does not exist, or no source has a readable kind of file.
-        ValueError: a file was named whose kind is not one that can be read.
+        OSError: a directory cannot be listed.
+        ValueError: a file was named whose kind is not one that can be read; an index.json beside MDS shards is damaged.
     """
-    known = TEXT + LINES
+    known = (*TEXT, *LINES, PARQUET)
     found: dict[str, Shard | None] = {}
     for source in sources:
         path = Path(source)
@@ -80,10 +85,7 @@ def find_units(sources: list[str]) -> list[Unit]:
                 )
             found[str(path)] = None
         elif path.is_dir():
-            for file in path.rglob("*"):
-                hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
-                if hidden or not file.is_file():
-                    continue
+            for file in visible_files(path):
                 if file.name == "index.json":
                     found.update({str(shard.file): shard for shard in read_index(file) or []})
                 elif file.name.endswith(known):
@@ -103,12 +105,18 @@ def find_units(sources: list[str]) -> list[Unit]:
             units.append(Unit(tuple(name for name, _ in group), tuple(stamp for _, stamp in group)))
             group.clear()
 
+    seen: set[tuple[int, int]] = set()
     for name, shard in sorted(found.items()):
-        status = os.stat(name) if os.path.exists(name) else None
-        stamp = (status.st_size, status.st_mtime_ns) if status else ()
+        stamp = (0, 0)  # of a shard that is missing, or a link that leads nowhere
+        if os.path.exists(name):
+            status = os.stat(name)
+            stamp = (status.st_size, status.st_mtime_ns)
+            if (status.st_dev, status.st_ino) in seen:
+                continue
+            seen.add((status.st_dev, status.st_ino))
         if shard is not None:
             units.append(Unit((name,), stamp, shard))
-        elif name.endswith(LINES):
+        elif name.endswith((*LINES, PARQUET)):
             units.append(Unit((name,), (stamp,)))
         else:
             group.append((name, stamp))
@@ -118,13 +126,41 @@ def find_units(sources: list[str]) -> list[Unit]:
     return units
 
 
+def visible_files(directory: Path) -> Iterator[Path]:
+    """The files below a directory, hidden ones left out, through links too; each directory once, so loops end.
+
+    Links that lead nowhere are among them; sockets, pipes and devices are not.
+
+    Raises:
+        OSError: a directory cannot be listed.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    seen = {os.path.realpath(directory)}
+    for folder, folders, names in os.walk(directory, onerror=refuse, followlinks=True):
+        kept = []
+        for name in sorted(folders):
+            real = os.path.realpath(os.path.join(folder, name))
+            if not name.startswith(".") and real not in seen:
+                seen.add(real)
+                kept.append(name)
+        folders[:] = kept
+        for name in names:
+            file = Path(folder) / name
+            if not name.startswith(".") and (file.is_file() or (file.is_symlink() and not os.path.exists(file))):
+                yield file
+
+
 def read_documents(files: tuple[str, ...], text_field: str, chat: bool = False) -> Iterator[dict[str, Any]]:
-    """Read documents of text and JSON lines; what is bad becomes a row of its own, with no text and the problem named.
+    """Read documents of text, JSON lines and Parquet; what is bad becomes a row of its own, with no text and the
+    problem named.
 
     With `chat`, the text of a JSON line is its list of messages.
 
     Yields:
-        dict(text, file, line, problem); line counts from 1, problem is "" for a document.
+        dict(text, file, line, problem); line (of Parquet the row) counts from 1, problem is "" for a document.
     """
     for file in files:
         line, empty = 1, True
@@ -141,6 +177,13 @@ def read_documents(files: tuple[str, ...], text_field: str, chat: bool = False) 
                         line += 1
                 if empty:
                     yield {"text": "", "file": file, "line": 1, "problem": "no text: the file is empty"}
+            elif file.endswith(PARQUET):
+                for text, problem in read_parquet(file, text_field):
+                    empty = False
+                    yield {"text": text, "file": file, "line": line, "problem": problem}
+                    line += 1
+                if empty:
+                    yield {"text": "", "file": file, "line": 1, "problem": "no text: the file has no rows"}
             else:
                 raw = Path(file).read_bytes().removeprefix(b"\xef\xbb\xbf")
                 try:
@@ -148,8 +191,8 @@ def read_documents(files: tuple[str, ...], text_field: str, chat: bool = False) 
                 except UnicodeDecodeError as error:
                     line = raw.count(b"\n", 0, error.start) + 1
                     text, problem = "", f"wrong encoding: not UTF-8 ({error.reason})"
-                if not problem and not text.strip():
-                    text, problem = "", "no text: the file is empty"
+                if not problem:
+                    text, problem = checked(text, "the file")
                 yield {"text": text, "file": file, "line": line, "problem": problem}
         except (OSError, EOFError, zlib.error) as error:
             yield {"text": "", "file": file, "line": line, "problem": f"cannot be read from here on: {error}"}
@@ -161,7 +204,7 @@ def parse_line(raw: bytes, text_field: str) -> tuple[str, str]:
         record = json.loads(raw.decode("utf-8"))
         text = record[text_field]
         text.encode("utf-8")  # JSON may hold half a surrogate pair
-        return (text, "") if text.strip() else ("", f"no text: field {text_field!r} is empty")
+        return checked(text, f"field {text_field!r}")
     except UnicodeDecodeError as error:
         return "", f"wrong encoding: not UTF-8 ({error.reason})"
     except UnicodeEncodeError as error:
@@ -174,6 +217,47 @@ def parse_line(raw: bytes, text_field: str) -> tuple[str, str]:
         return "", f"no text: field {text_field!r} is not a string"
     except ValueError as error:  # a number of more digits than Python reads
         return "", f"broken JSON: {error}"
+
+
+def checked(text: str, where: str) -> tuple[str, str]:
+    """(text, "") of a document, or ("", what is wrong with it): nothing in it, or a character that is in no text."""
+    if not text.strip():
+        return "", f"no text: {where} is empty"
+    if "\0" in text:
+        return "", f"no text: {where} holds NUL characters (UTF-16, or something that is no text?)"
+    return text, ""
+
+
+def read_parquet(file: str, column: str) -> Iterator[tuple[str, str]]:
+    """Each row of a Parquet file: (text, ""), or ("", what is wrong with it).
+
+    A column that is missing or holds no text is one problem of the whole file.
+
+    Raises:
+        OSError: the file cannot be read, or not to its end.
+    """
+    import pyarrow
+    from pyarrow import parquet, types
+
+    try:
+        with parquet.ParquetFile(file) as opened:
+            if column not in opened.schema_arrow.names:
+                yield "", f"no text: no column {column!r}, only {', '.join(opened.schema_arrow.names)}"
+                return
+            kind = opened.schema_arrow.field(column).type
+            value = kind.value_type if types.is_dictionary(kind) else kind
+            if not (types.is_string(value) or types.is_large_string(value) or types.is_string_view(value)):
+                yield "", f"no text: column {column!r} is {kind}"
+                return
+            for batch in opened.iter_batches(PARQUET_ROWS, columns=[column], use_threads=False):
+                # As bytes: a writer need not have checked that they are UTF-8.
+                for raw in batch.column(0).cast(value).cast(pyarrow.large_binary()).to_pylist():
+                    try:
+                        yield checked("" if raw is None else raw.decode("utf-8"), f"column {column!r}")
+                    except UnicodeDecodeError as error:
+                        yield "", f"wrong encoding: not UTF-8 ({error.reason})"
+    except (pyarrow.ArrowException, OSError) as error:  # messages of several lines
+        raise OSError(" ".join(str(error).split())) from error
 
 
 @lru_cache(maxsize=1)
@@ -244,11 +328,16 @@ def read_unit(unit: Unit, reading: Reading, folder: Path, skip_bad_shards: bool)
         BadShard: an MDS shard is bad, and `skip_bad_shards` is off.
         ValueError: a token id that the tokenizer does not have.
     """
+    from pod.files import naming  # here: torch comes along, and `--help` should not wait for it
+
     key = reading.key(unit)
     ids_file, table_file, note = (folder / f"{key}{suffix}" for suffix in (".ids", ".npy", ".json"))
     learned_file = folder / f"{key}.learned"
     if note.is_file():
-        known = json.loads(note.read_text())
+        try:
+            known = json.loads(note.read_text())
+        except ValueError:  # damaged: the unit is read again
+            known = {"sha256": None}
         if known["sha256"] == [_digest(ids_file), _digest(table_file), _digest(learned_file)]:
             return known["result"]
     dtype = np.dtype("<u2" if reading.vocab_size <= 65535 else "<u4")
@@ -262,19 +351,21 @@ def read_unit(unit: Unit, reading: Reading, folder: Path, skip_bad_shards: bool)
         encode = load_tokenizer(reading.tokenizer)[0]
         encode_chat = load_chat(reading.tokenizer, reading.chat_template) if reading.chat else None
         for row in read_documents(unit.files, reading.text_field, reading.chat):
-            text, learned = row.pop("text"), None
-            if not row["problem"] and encode_chat is not None:
+            text, ids, learned = row.pop("text"), (), None
+            if not row["problem"]:
                 try:
-                    ids, learned, text = encode_chat(text)
+                    ids, learned, text = encode_chat(text) if encode_chat is not None else (encode(text), None, text)
+                    row["problem"] = "" if len(ids) else "no text: the tokenizer makes no token of it"
                 except BadChat as error:
                     row["problem"] = str(error)
             if row["problem"]:
                 problems.append(row)
             else:
-                yield encode(text) if learned is None else ids, learned, hashlib.sha256(text.encode()).digest()
+                yield ids, learned, hashlib.sha256(text.encode()).digest()
 
     try:
         with ExitStack() as files:
+            files.enter_context(naming(ids_file))
             file = files.enter_context(open(ids_file, "wb"))
             marks = files.enter_context(open(learned_file, "wb")) if reading.chat else None
             for ids, learned, digest in documents():
@@ -291,12 +382,14 @@ def read_unit(unit: Unit, reading: Reading, folder: Path, skip_bad_shards: bool)
             raise BadShard(f"{error}. Fetch it again, or leave it out with --skip-bad-shards") from None
         problem = {"file": unit.files[0], "line": 0, "problem": f"bad shard, skipped: {error}"}
         return {"key": None, "documents": 0, "tokens": 0, "problems": [problem]}
-    np.save(table_file, np.frombuffer(table, DOCUMENT))
+    with naming(table_file):
+        np.save(table_file, np.frombuffer(table, DOCUMENT))
     result = {"key": key, "documents": len(table) // DOCUMENT.itemsize, "tokens": tokens, "problems": problems}
-    aside = note.with_suffix(".tmp")
     digests = [written.hexdigest(), _digest(table_file), _digest(learned_file)]
-    aside.write_text(json.dumps({"sha256": digests, "result": result}))
-    os.replace(aside, note)
+    with naming(note):
+        aside = note.with_suffix(".tmp")
+        aside.write_text(json.dumps({"sha256": digests, "result": result}))
+        os.replace(aside, note)
     return result
 
 

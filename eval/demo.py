@@ -180,7 +180,7 @@ def write_report(result: dict, out: Path, facts: str) -> str:
 
 ![The same as a picture](report.png)
 """
-    (out / "report.md").write_text(text, encoding="utf-8")
+    report.write(out / "report.md", text)
     rows = result["rows"]
     figure = report.figure(11, 2 + 1.35 * len(rows))
     grid = figure.add_gridspec(len(rows), 2, width_ratios=[1.9, 1])
@@ -205,7 +205,7 @@ def write_report(result: dict, out: Path, facts: str) -> str:
         axes.invert_yaxis()
         axes.set_title(title, fontsize=9)
         axes.tick_params(labelsize=8)
-    figure.savefig(out / "report.png", dpi=150)
+    report.save_figure(figure, out / "report.png", dpi=150)
     return text
 
 

@@ -31,6 +31,7 @@ from pod.evaluation import models, report
 from pod.evaluation.passkey import PassKey, generate_greedily, passkey_accuracy, passkey_prompts
 from pod.evaluation.perplexity import perplexity
 from pod.export import export
+from pod.files import read_json
 from pod.fit import fit
 from pod.recipe import Recipe, RecipeError, load_recipe, output_folder
 from pod_kernels import SkipStats
@@ -87,8 +88,8 @@ def earlier(file: Path, settings: dict) -> dict | None:
     """
     if not file.exists():
         return None
-    found = json.loads(file.read_text(encoding="utf-8"))
-    if found["settings"] != settings:
+    found = read_json(file)
+    if not isinstance(found, dict) or found.get("settings") != settings:
         raise ValueError(f"{file} is of another recipe: remove {file.parent}, or sweep into another --out")
     return found
 
@@ -228,7 +229,7 @@ def draw(found: list[dict], key: str, xlabel: str, path: Path) -> None:
     lines += other.plot(x, [point["bits_per_byte"] for point in ordered], "s--", color="C1", label="bits per byte")
     other.set_ylabel("bits per byte, held-out text")
     figure.legend(handles=lines, fontsize=8, loc="outside upper center", ncols=len(lines))
-    figure.savefig(path, dpi=150)
+    report.save_figure(figure, path, dpi=150)
 
 
 def table(found: list[dict]) -> str:

@@ -12,7 +12,6 @@ live tensors. Writes memory.json, memory.md and memory.png.
 """
 
 import argparse
-import json
 import re
 import sys
 from dataclasses import replace
@@ -24,6 +23,7 @@ import pod
 from pod import eviction as methods
 from pod.evaluation import report
 from pod.evaluation.memory import Inference, even_blocks, measured_batch
+from pod.files import check_writable, read_json
 from pod.plan import GPUS, KNOWN_CONFIGS, RESERVED, Shape
 from pod.recipe import RecipeError
 
@@ -45,7 +45,7 @@ def read_config(name: str) -> dict:
     """
     file = Path(name) / "config.json"
     if file.is_file():
-        return json.loads(file.read_text(encoding="utf-8"))
+        return read_json(file)
     known = name if name in KNOWN_CONFIGS else SHORT_NAMES.get(name.lower())
     if known is None:
         raise ValueError(f"--model {name}: no directory with a config.json, and none of {', '.join(SHORT_NAMES)}")
@@ -211,7 +211,7 @@ def draw(result: dict, path: Path) -> None:
     axes.margins(y=0.01)
     figure.legend(loc="outside lower center", ncols=len(KINDS), fontsize=7)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    report.save_figure(figure, path, dpi=120)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -237,16 +237,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=report.default_folder("memory"), help="folder of what is written")
     options = parser.parse_args(arguments)
     try:
+        check_writable(options.out)
         result = evaluate(options)
+        text = tables(result)
+        report.write_json(options.out / "memory.json", result)
+        report.write(options.out / "memory.md", text + "\n\n![The same as a picture](memory.png)\n")
+        draw(result, options.out / "memory.png")
+        print(text)
+        print(f"written: {options.out}/memory.json, {options.out}/memory.md, {options.out}/memory.png")
     except (ValueError, OSError, RecipeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    text = tables(result)
-    report.write_json(options.out / "memory.json", result)
-    report.write(options.out / "memory.md", text + "\n\n![The same as a picture](memory.png)\n")
-    draw(result, options.out / "memory.png")
-    print(text)
-    print(f"written: {options.out}/memory.json, {options.out}/memory.md, {options.out}/memory.png")
     return 0
 
 

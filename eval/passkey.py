@@ -25,6 +25,7 @@ from pathlib import Path
 from pod import eviction
 from pod.evaluation import models, report, ruler
 from pod.evaluation.passkey import PHRASES, generate_greedily, passkey_accuracy, passkey_prompts
+from pod.files import check_writable
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))
 
@@ -138,7 +139,7 @@ def draw(result: dict, path: Path) -> None:
         cells = [[100 * value for value in row] for row in values["accuracy"]]
         report.heat_map(axes, cells, rows, columns, f"{label}: pass-key digits right, %")
         axes.set(xlabel="depth of the key", ylabel="tokens")
-    figure.savefig(path, dpi=150)
+    report.save_figure(figure, path, dpi=150)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -168,6 +169,7 @@ def main(arguments: list[str] | None = None) -> int:
         if getattr(options, name) is None:
             setattr(options, name, value)
     try:
+        check_writable(options.out)
         if options.text:
             text = "".join(report.read_text(path, "--text") for path in options.text)
         else:
@@ -184,18 +186,18 @@ def main(arguments: list[str] | None = None) -> int:
             options.eviction,
             options.protocol,
         )
+        report.write_json(options.out / "passkey.json", result)
+        draw(result, options.out / "passkey.png")
+        header = ["model", *(f"{length} tokens" for length in result["lengths"]), "mean"]
+        rows = [
+            [label, *(f"{sum(row) / len(row):.1%}" for row in values["accuracy"]), f"{values['mean']:.1%}"]
+            for label, values in by_row(result["models"]).items()
+        ]
+        print(report.markdown_table(header, rows))
+        print(f"written: {options.out}/passkey.json, {options.out}/passkey.png")
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    report.write_json(options.out / "passkey.json", result)
-    draw(result, options.out / "passkey.png")
-    header = ["model", *(f"{length} tokens" for length in result["lengths"]), "mean"]
-    rows = [
-        [label, *(f"{sum(row) / len(row):.1%}" for row in values["accuracy"]), f"{values['mean']:.1%}"]
-        for label, values in by_row(result["models"]).items()
-    ]
-    print(report.markdown_table(header, rows))
-    print(f"written: {options.out}/passkey.json, {options.out}/passkey.png")
     return 0
 
 

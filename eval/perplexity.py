@@ -28,6 +28,7 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerBase
 from pod import eviction
 from pod.evaluation import models, report
 from pod.evaluation.perplexity import Perplexity, perplexity
+from pod.files import check_writable
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from passkey import by_row, default_text, label_of  # noqa: E402
@@ -48,6 +49,7 @@ def prepared(path: str, limit: int, batch_size: int) -> Iterator[Tensor]:
     from pod.data import PreparedDataset
 
     dataset = PreparedDataset(path, "validation")
+    dataset.data.verify("validation")
     chosen = torch.linspace(0, len(dataset) - 1, min(limit, len(dataset))).long().tolist()
     for first in range(0, len(chosen), batch_size):
         yield torch.stack([dataset[index]["input_ids"] for index in chosen[first : first + batch_size]])
@@ -137,7 +139,7 @@ def draw(results: dict[str, dict[str, Perplexity]], path: Path) -> None:
         axes.plot(*result.curve(), label=f"{label} ({result.loss:.3f})")
     axes.set(xlabel="position (tokens)", ylabel="nats per token")
     axes.legend()
-    figure.savefig(path, dpi=150)
+    report.save_figure(figure, path, dpi=150)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -163,6 +165,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     try:
+        check_writable(options.out)
         texts = []
         if options.data is None:
             texts = [report.read_text(path, "--text") for path in options.text] if options.text else [default_text()]
@@ -177,19 +180,19 @@ def main(arguments: list[str] | None = None) -> int:
             options.eviction,
             options.evicting_only,
         )
+        summary = {ckpt: {name: one.summary() for name, one in found.items()} for ckpt, found in results.items()}
+        report.write_json(options.out / "perplexity.json", {"stream": options.stream, "models": summary})
+        draw(results, options.out / "perplexity.png")
+        rows = []
+        for label, result in by_row(results).items():
+            tokens = f"{result.count.sum():,}"
+            bits = "" if result.bits_per_byte is None else f"{result.bits_per_byte:.4f}"
+            rows.append([label, tokens, f"{result.loss:.4f}", f"{result.perplexity:.3f}", bits])
+        print(report.markdown_table(["model", "tokens", "nats/token", "perplexity", "bits/byte"], rows))
+        print(f"written: {options.out}/perplexity.json, {options.out}/perplexity.png")
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    summary = {ckpt: {name: one.summary() for name, one in found.items()} for ckpt, found in results.items()}
-    report.write_json(options.out / "perplexity.json", {"stream": options.stream, "models": summary})
-    draw(results, options.out / "perplexity.png")
-    rows = []
-    for label, result in by_row(results).items():
-        tokens = f"{result.count.sum():,}"
-        bits = "" if result.bits_per_byte is None else f"{result.bits_per_byte:.4f}"
-        rows.append([label, tokens, f"{result.loss:.4f}", f"{result.perplexity:.3f}", bits])
-    print(report.markdown_table(["model", "tokens", "nats/token", "perplexity", "bits/byte"], rows))
-    print(f"written: {options.out}/perplexity.json, {options.out}/perplexity.png")
     return 0
 
 

@@ -19,6 +19,7 @@ from typing import Any
 from pod import eviction as methods
 from pod.evaluation import report
 from pod.evaluation.longbench import CATEGORIES
+from pod.files import check_writable
 
 SCORES = (*CATEGORIES, "PoD average")
 HEADINGS = ("SQA", "MQA", "Summ", "Few-shot", "Code", "Avg.")
@@ -178,8 +179,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         )
         axes.annotate(row["method"], (saving, average), fontsize=6, xytext=(4, 3), textcoords="offset points")
     axes.set(xlabel="KV cache saved, % (measured; published: as stated)", ylabel="LongBench, mean of five categories")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    report.save_figure(figure, path, dpi=150)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -192,22 +192,23 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=report.default_folder("report"), help="folder of what is written")
     options = parser.parse_args(arguments)
     try:
+        check_writable(options.out)
         rows = [read_run(folder) for folder in options.runs]
         compare(rows, options.baseline)
+        rows += [] if options.no_published else published_rows()
+        lines = [cells(row) for row in rows]
+        text = report.markdown_table(COLUMNS, lines) + ("" if options.no_published else f"\n\n{CAVEATS}")
+        table = io.StringIO()
+        csv.writer(table, lineterminator="\n").writerows([COLUMNS, *lines])
+        report.write(options.out / "report.md", f"# LongBench\n\n{text}\n\n![The same as a picture](report.png)\n")
+        report.write(options.out / "report.csv", table.getvalue())
+        report.write_json(options.out / "report.json", {"rows": rows})
+        draw(rows, options.out / "report.png")
+        print(text)
+        print("\nwritten: " + ", ".join(f"{options.out}/report.{kind}" for kind in ("md", "csv", "json", "png")))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    rows += [] if options.no_published else published_rows()
-    lines = [cells(row) for row in rows]
-    text = report.markdown_table(COLUMNS, lines) + ("" if options.no_published else f"\n\n{CAVEATS}")
-    table = io.StringIO()
-    csv.writer(table, lineterminator="\n").writerows([COLUMNS, *lines])
-    report.write(options.out / "report.md", f"# LongBench\n\n{text}\n\n![The same as a picture](report.png)\n")
-    report.write(options.out / "report.csv", table.getvalue())
-    report.write_json(options.out / "report.json", {"rows": rows})
-    draw(rows, options.out / "report.png")
-    print(text)
-    print("\nwritten: " + ", ".join(f"{options.out}/report.{kind}" for kind in ("md", "csv", "json", "png")))
     return 0
 
 

@@ -42,6 +42,7 @@ from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, Pre
 
 import pod
 from pod.evaluation import report
+from pod.files import check_writable
 from pod_kernels import shared_score_attention
 
 LAYERS, KV_HEADS = 8, 8
@@ -593,6 +594,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="bfloat16 on a GPU, float32 elsewhere")
     parser.add_argument("--out", type=Path, default=report.default_folder("speed"), help="folder to write to")
     options = parser.parse_args(arguments)
+    try:
+        check_writable(options.out)
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     too_few = any(number is not None and number < 1 for number in (options.batch, options.rounds))
     if too_few or min(options.lengths or [SHORTEST]) < SHORTEST:
         print(f"error: --batch and --rounds are at least 1, --lengths at least {SHORTEST}", file=sys.stderr)

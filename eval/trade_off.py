@@ -12,7 +12,6 @@ budgets or checkpoints keeps the points that are there.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,6 +27,7 @@ from pod.cache import PodCache
 from pod.evaluation import models, report, runner
 from pod.evaluation.passkey import PHRASES, generate_greedily, passkey_accuracy, passkey_prompts
 from pod.evaluation.perplexity import perplexity
+from pod.files import check_writable, read_json
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from passkey import default_text, label_of, numbers  # noqa: E402
@@ -159,7 +159,7 @@ def run(options: argparse.Namespace) -> list[dict]:
     loaded = {ckpt: models.load(ckpt) for ckpt in options.ckpt}
     wanted = planned({ckpt: one for ckpt, (one, _) in loaded.items()}, options.methods.split("+"), options.budgets)
     path = options.out / "trade_off.json"
-    points = json.loads(path.read_text(encoding="utf-8"))["points"] if path.exists() else []
+    points = read_json(path)["points"] if path.exists() else []
     done = {(point["ckpt"], point["eviction"]): point for point in points}
     rows = []
     with tqdm(wanted, desc="points", unit=" points") as bar:
@@ -219,7 +219,7 @@ def draw(rows: list[dict], path: Path) -> None:
         axes.set(xlabel="bytes kept, % of a dense cache", ylabel=title)
         axes.grid(alpha=0.3)
     axes.legend(fontsize=7, bbox_to_anchor=(1.02, 1), loc="upper left")
-    figure.savefig(path, dpi=150, bbox_inches="tight")
+    report.save_figure(figure, path, dpi=150, bbox_inches="tight")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -243,15 +243,16 @@ def main(arguments: list[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     try:
+        check_writable(options.out)
         rows = run(options)
+        found = table(rows)
+        report.write(options.out / "trade_off.md", found + "\n")
+        draw(rows, options.out / "trade_off.png")
+        print(found)
+        print(f"written: {options.out}/trade_off.json, trade_off.md, trade_off.png")
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    found = table(rows)
-    report.write(options.out / "trade_off.md", found + "\n")
-    draw(rows, options.out / "trade_off.png")
-    print(found)
-    print(f"written: {options.out}/trade_off.json, trade_off.md, trade_off.png")
     return 0
 
 

@@ -7,14 +7,17 @@ Writes into the run's folder: `blocks.json`, `similarity.safetensors` ([H_kv, L,
 paper's Figure 1-(d)) and `blocks.png`.
 """
 
+import hashlib
 import sys
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from pod.blocks import LayerBlocks
+from pod.files import check_writable, replacing
 from pod.recipe import Recipe, main_recipe, output_folder
 from pod.similarity import attention_similarity, plot_similarity
 
@@ -39,6 +42,7 @@ def analyze(recipe: Recipe) -> LayerBlocks:
             "model.base is empty: a model from scratch has no attention to analyse. Set blocks.kv_saving=0"
         )
     out = output_folder(recipe)
+    check_writable(out)
     dataset = PreparedDataset(recipe.data.path, "train")
     count = min(recipe.blocks.samples, len(dataset))
     # Spread over the whole set; each index gives the same sample on every machine.
@@ -54,11 +58,10 @@ def analyze(recipe: Recipe) -> LayerBlocks:
         recent_size=recipe.model.recent_size,
     )
     blocks = group(recipe, similarity)
-    out.mkdir(parents=True, exist_ok=True)
-    save_file({"similarity": similarity}, out / "similarity.safetensors")
-    blocks.save(out / "blocks.json")
+    save_similarity(similarity, out / "similarity.safetensors")
     plot_similarity(similarity, out / "similarity.png", blocks)
     blocks.plot(out / "blocks.png")
+    blocks.save(out / "blocks.json")  # the last one: a run that goes on takes it to mean that all are there
     print(savings_table(similarity))
     print(f"{blocks}\nwritten: {out}/blocks.json, similarity.safetensors, similarity.png, blocks.png")
     return blocks
@@ -80,14 +83,44 @@ def savings_table(similarity: Tensor) -> str:
     return "\n".join(lines)
 
 
+def save_similarity(similarity: Tensor, path: str | Path) -> None:
+    """Write a similarity tensor [H_kv, L, L], whole or not at all, with its sha256."""
+    similarity = similarity.contiguous()
+    with replacing(path) as aside:
+        save_file({"similarity": similarity}, aside, {"sha256": _digest(similarity)})
+
+
 def load_similarity(path: str | Path) -> Tensor:
-    """The similarity tensor [H_kv, L, L] that `analyze` wrote."""
-    return load_file(path)["similarity"]
+    """The similarity tensor [H_kv, L, L] that `analyze` wrote.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is truncated or damaged, or another kind of file; names it.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such similarity file; python -m pod.analyze writes one")
+    try:
+        with safe_open(path, "pt") as file:
+            wanted = (file.metadata() or {}).get("sha256")
+            similarity = file.get_tensor("similarity")
+    except SafetensorError as error:
+        raise ValueError(f"{path}: truncated, damaged or no similarity file ({error}); analyse again") from error
+    if wanted not in (None, _digest(similarity)):
+        raise ValueError(f"{path} is damaged: its sha256 is not the one it names; analyse again")
+    return similarity
+
+
+def _digest(similarity: Tensor) -> str:
+    return hashlib.sha256(similarity.numpy().tobytes()).hexdigest()
 
 
 def main(arguments: list[str]) -> int:
     recipe = main_recipe(arguments, "pod.analyze")
     try:
+        from pod.data import PreparedData
+
+        PreparedData(recipe.data.path).verify("train")
         analyze(recipe)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

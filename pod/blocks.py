@@ -25,6 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pod.files import read_json, replacing, write_text
+
 FORMAT = "pod-layer-blocks"
 FORMAT_VERSION = 1
 METHODS = ("greedy", "sum", "worst")  # of `for_saving`
@@ -241,7 +243,7 @@ class LayerBlocks:
         """Write the blocks as JSON, one line per layer; folders are made as needed.
 
         The file is written aside and renamed, so that a reader never meets half of it. `kv_saving` is in it for people
-        to read: `load` computes it from the anchors.
+        to read, and lets `load` notice an anchor that was changed.
 
         Raises:
             TypeError: the metadata holds something that JSON cannot.
@@ -258,14 +260,7 @@ class LayerBlocks:
         lines = "".join(f"  {json.dumps(key)}: {json.dumps(value)},\n" for key, value in head.items())
         text = f'{{\n{lines}  "anchors": [\n{rows}\n  ]\n}}\n'
 
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            aside.write_text(text, encoding="utf-8")
-            os.replace(aside, path)
-        finally:
-            aside.unlink(missing_ok=True)
+        write_text(path, text)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> LayerBlocks:
@@ -279,10 +274,7 @@ class LayerBlocks:
         path = Path(path)
         if not path.exists():
             raise FileNotFoundError(f"{path}: no such blocks file; LayerBlocks.save writes one")
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:  # also what a file that is not UTF-8 raises
-            raise ValueError(f"{path}: not JSON: {error}") from error
+        content = read_json(path)
         if not isinstance(content, dict):
             raise ValueError(f"{path}: a blocks file is a JSON object, this is a {type(content).__name__}")
         for name in ("format", "version", "num_layers", "num_kv_heads", "anchors"):
@@ -303,6 +295,11 @@ class LayerBlocks:
             raise ValueError(
                 f"{path}: anchors are {blocks.num_layers} layers x {blocks.num_kv_heads} KV heads, but the file says "
                 f"num_layers={content['num_layers']!r}, num_kv_heads={content['num_kv_heads']!r}"
+            )
+        if content.get("kv_saving", blocks.kv_saving) != blocks.kv_saving:
+            raise ValueError(
+                f"{path}: the anchors save {blocks.kv_saving}, but the file says kv_saving={content['kv_saving']!r}: "
+                "damaged, or written by hand; leave that line out there"
             )
         return blocks
 
@@ -347,9 +344,8 @@ class LayerBlocks:
         axes.set_xlabel("layer (dot: anchor; grey: block of one layer)")
         axes.set_ylabel("KV head")
         axes.set_title(f"{self.num_blocks} blocks, kv_saving {100 * self.kv_saving:.1f} %")
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, format="png", dpi=120)
+        with replacing(path) as aside:
+            figure.savefig(aside, format="png", dpi=120)
 
 
 def _greedy_anchors(similarity: Tensor, thresholds: Tensor) -> Iterator[Tensor]:

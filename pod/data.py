@@ -2,7 +2,8 @@
 
 A prepared directory is written by `data/prepare.py` or `data/demo_corpus.py` and holds
 
-    index.json                   format, tokenizer, lengths, and for each split its shards with sizes and sha256
+    index.json                   format, tokenizer, lengths, for each split its shards with sizes and sha256, and the
+                                 sha256 of all this
     tokens-SPLIT-00000.bin       [n, T] uint16 (uint32 where the vocabulary has more than 65,535 ids), little-endian
     documents-SPLIT-00000.bin    [n, T] uint16, the document of each token inside its sample, 65,535 for padding;
                                  absent when every sample is one whole document
@@ -32,6 +33,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
+
+from pod.files import naming, publish, read_json, write_text
 
 FORMAT = "pod-prepared"
 VERSION = 1
@@ -123,13 +126,15 @@ class ShardWriter:
 
     def _append(self, kind: str, values: np.ndarray) -> None:
         content = np.ascontiguousarray(values).data
-        self._files[kind].write(content)
+        with naming(self._files[kind].name):
+            self._files[kind].write(content)
         self._digests[kind].update(content)
 
     def close(self) -> dict[str, Any]:
         """Close the files; the shard's entry in the index: samples, and file and sha256 of each kind."""
         for file in self._files.values():
-            file.close()
+            with naming(file.name):
+                file.close()
         entries = {kind: {"file": self._names[kind], "sha256": self._digests[kind].hexdigest()} for kind in self._names}
         return {"samples": self.samples, **entries}
 
@@ -298,7 +303,7 @@ class SampleWriter:
         if not self.splits:
             raise ValueError(f"{self.path}: no sample was written")
         hashes = "".join(f"{value}\n" for value in sorted(self.held_out))
-        (self.directory / "held-out-sha256.txt").write_text(hashes)
+        write_text(self.directory / "held-out-sha256.txt", hashes)
         index = {
             "format": FORMAT,
             "version": VERSION,
@@ -314,18 +319,13 @@ class SampleWriter:
                 "sha256": hashlib.sha256(hashes.encode()).hexdigest(),
             },
         }
-        (self.directory / "index.json").write_text(json.dumps(index, indent=2) + "\n")
+        index["sha256"] = _own_digest(index)
+        write_text(self.directory / "index.json", json.dumps(index, indent=2) + "\n")
         mask = os.umask(0)
         os.umask(mask)
         self.directory.chmod(0o777 & ~mask)  # mkdtemp makes it private
         self._check_free()
-        if self.path.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{self.path.name}.", dir=self.path.absolute().parent))
-            os.rename(self.path, old / "old")
-            os.rename(self.directory, self.path)
-            shutil.rmtree(old)
-        else:
-            os.rename(self.directory, self.path)
+        publish(self.directory, self.path)
 
 
 class PreparedData:
@@ -346,36 +346,59 @@ class PreparedData:
         self.path = Path(path)
         index_file = self.path / "index.json"
         if not index_file.is_file():
+            demo = "data/demo" in self.path.as_posix()
             raise FileNotFoundError(
-                f"no prepared data at {self.path} (no index.json there). Make it with: python data/prepare.py "
-                f"--source PATH --out {self.path} --tokenizer bytes --sequence-length N"
+                f"no prepared data at {self.path} (no index.json there). Make it with: "
+                + (
+                    f"python data/demo_corpus.py --out {self.path} --length L --samples N --validation-samples M"
+                    if demo
+                    else f"python data/prepare.py --source PATH --out {self.path} --tokenizer bytes --sequence-length N"
+                )
             )
-        try:
-            self.index = json.loads(index_file.read_text())
-        except ValueError as error:
-            raise ValueError(f"{index_file} is not JSON: {error}") from None
+        self.index = read_json(index_file)
         if not isinstance(self.index, dict) or self.index.get("format") != FORMAT:
             raise ValueError(f"{index_file} is not the index of a prepared directory (format {FORMAT!r})")
-        if self.index["version"] != VERSION:
+        if self.index.get("version") != VERSION:
             raise ValueError(
-                f"{index_file} has version {self.index['version']}, this code reads {VERSION}: prepare again"
+                f"{index_file} has version {self.index.get('version')}, this code reads {VERSION}: prepare again"
             )
+        if self.index.get("sha256") not in (None, _own_digest(self.index)):
+            raise ValueError(f"{index_file} is damaged: its sha256 is not the one it names; prepare again")
+        try:
+            self._read_index()
+        except (AttributeError, LookupError, OverflowError, TypeError) as error:
+            kind = type(error).__name__
+            raise ValueError(
+                f"{index_file} is damaged: a field is missing or of another type ({kind}: {error}); prepare again"
+            ) from error
+
+    def _read_index(self) -> None:
         self.tokenizer: str = self.index["tokenizer"]
         self.vocab_size: int = self.index["vocab_size"]
         self.sequence_length: int = self.index["sequence_length"]
         self.length_intervals: list[int] | None = self.index.get("length_intervals")
-        self.dtype = np.dtype(self.index["dtype"]).newbyteorder("<")
+        if self.index["dtype"] != token_dtype(self.vocab_size).name or self.sequence_length < 2:
+            raise TypeError(f"dtype {self.index['dtype']!r}, sequence_length {self.sequence_length}")
+        self.dtype = token_dtype(self.vocab_size)
         self.splits: dict[str, dict[str, Any]] = self.index["splits"]
+        for entry in [*(entry for split in self.splits for entry in self._files(split)), self.index["held_out"]]:
+            if not isinstance(entry["sha256"], str) or entry["file"] != Path(entry["file"]).name:
+                raise TypeError(f"a file {entry!r}")
+            if not (self.path / entry["file"]).is_file():
+                raise FileNotFoundError(f"{self.path / entry['file']} is missing: the index of {self.path} names it")
         for split in self.splits:
+            samples = [shard["samples"] for shard in self.splits[split]["shards"]]
+            if not samples or min(samples) < 1 or sum(samples) != self.splits[split]["samples"]:
+                raise TypeError(f"shards of {samples} samples in the {split} split")
             for shard in self.splits[split]["shards"]:
                 for kind in KINDS:
-                    if kind in shard:
+                    if kind == "tokens" or kind in shard:
                         self._check_size(kind, shard)
+                    if kind != "tokens" and (kind in shard) != bool(self.splits[split].get(kind)):
+                        raise TypeError(f"{kind} of some shards of the {split} split only")
 
     def _check_size(self, kind: str, shard: dict[str, Any]) -> None:
         file = self.path / shard[kind]["file"]
-        if not file.is_file():
-            raise FileNotFoundError(f"{file} is missing: the index of {self.path} names it")
         wanted = shard["samples"] * self.sequence_length * self._dtype(kind).itemsize
         if file.stat().st_size != wanted:
             raise ValueError(
@@ -385,14 +408,14 @@ class PreparedData:
     def _dtype(self, kind: str) -> np.dtype:
         return {"tokens": self.dtype, "documents": np.dtype("<u2")}.get(kind, np.dtype(np.uint8))
 
-    def verify(self) -> None:
-        """Read every file and compare its sha256 with the index.
+    def verify(self, split: str | None = None) -> None:
+        """Read every file, or those of one split, and compare its sha256 with the index.
 
         Raises:
             ValueError: naming the file that differs.
         """
-        entries = [entry for split in self.splits for entry in self._files(split)]
-        for entry in [*entries, self.index["held_out"]]:
+        entries = [entry for name in self.splits if split in (None, name) for entry in self._files(name)]
+        for entry in [*entries, *([self.index["held_out"]] if split is None else [])]:
             with open(self.path / entry["file"], "rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
                     raise ValueError(f"{self.path / entry['file']} is not what its index says (sha256): prepare again")
@@ -417,6 +440,12 @@ class PreparedData:
     def _files(self, split: str) -> list[dict[str, str]]:
         shards = self.splits[split]["shards"]
         return [shard[kind] for shard in shards for kind in KINDS if kind in shard]
+
+
+def _own_digest(index: dict[str, Any]) -> str:
+    """sha256 of an index without its own: a number in it that changed would otherwise still be a number."""
+    content = {name: value for name, value in index.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 class PreparedDataset(Dataset):

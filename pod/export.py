@@ -3,8 +3,9 @@
     python -m pod.export --ckpt checkpoints/llama3-32k --out exports/llama3-32k
     python -m pod.export --ckpt checkpoints/tiny/steps/step=60.ckpt --out exports/tiny --dtype bfloat16 --force
 
-The directory holds config.json, sharded safetensors, tokenizer, generation config and a model card. It is written
-aside, loaded again and compared with the checkpoint before it takes its name; a failure leaves nothing behind.
+The directory holds config.json, sharded safetensors, tokenizer, generation config, their checksums and a model card. It
+is written aside, loaded again and compared with the checkpoint before it takes its name; a failure leaves nothing
+behind.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from transformers import (
 )
 
 from pod.blocks import LayerBlocks
+from pod.files import naming, opening, publish, write_sums
 from pod.lora import merge
 from pod.model import pod_config
 
@@ -133,7 +135,8 @@ def rebuild(checkpoint: dict, dtype: torch.dtype | None = None) -> PreTrainedMod
     if not hparams or "sink_size" not in hparams:
         raise ValueError("this is no checkpoint of pod.fit: it holds no PoD hyper-parameters")
     if hparams["base"] is not None:
-        config = AutoConfig.from_pretrained(hparams["base"])
+        with opening(hparams["base"]):
+            config = AutoConfig.from_pretrained(hparams["base"])
         if hparams["rope_theta"] is not None:
             config.rope_parameters = {**config.rope_parameters, "rope_theta": float(hparams["rope_theta"])}
     else:
@@ -165,11 +168,21 @@ def rebuild(checkpoint: dict, dtype: torch.dtype | None = None) -> PreTrainedMod
 
 
 def tokenizer_of(run: Path, base: str | None) -> PreTrainedTokenizerBase | None:
-    """The tokenizer that the run was trained with; None when it is not known."""
+    """The tokenizer that the run was trained with; None when it is not known.
+
+    Raises:
+        ValueError: the run's recipe cannot be read.
+    """
     from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
     recipe = run / "recipe.yaml"
-    name = OmegaConf.load(recipe).model.get("tokenizer") if recipe.exists() else None
+    try:
+        name = OmegaConf.load(recipe)["model"].get("tokenizer") if recipe.exists() else None
+    except (AttributeError, KeyError, TypeError, ValueError, OmegaConfBaseException, YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{recipe} is truncated or damaged, it names the run's tokenizer: {reason}") from error
     if name == "bytes":
         return ByT5Tokenizer(extra_ids=0)
     for source in (name, base):
@@ -185,11 +198,15 @@ def measured(run: Path, step: int) -> dict[str, float]:
     """The run's last validation up to a step, from its log: metric -> value; empty when it never validated."""
     found: dict[str, float] = {}
     for log in sorted((run / "logs").glob("version_*/metrics.csv"), key=lambda path: int(path.parent.name[8:])):
-        with open(log, newline="", encoding="utf-8") as file:
-            for row in csv.DictReader(file):
-                values = {key: float(value) for key, value in row.items() if key.startswith("val_") and value}
-                if values and int(row["step"]) <= step:
-                    found = values
+        with open(log, newline="", encoding="utf-8", errors="replace") as file:
+            # What follows the last newline was being written when the disk was full or the process was killed.
+            for row in csv.DictReader(line for line in file if line.endswith("\n")):
+                try:
+                    values = {key: float(row[key]) for key in row if str(key).startswith("val_") and row[key]}
+                    if values and int(row["step"]) <= step:
+                        found = values
+                except (KeyError, TypeError, ValueError) as error:
+                    print(f"warning: {log}: a damaged line is left out ({error})", file=sys.stderr)
     return found
 
 
@@ -255,18 +272,18 @@ def export(ckpt: str | Path, out: str | Path, dtype: str | None = None, force: b
     shutil.rmtree(aside, ignore_errors=True)
     try:
         aside.parent.mkdir(parents=True, exist_ok=True)
-        model.save_pretrained(aside)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(aside)
-        step = int(checkpoint["global_step"])
-        card = model_card(model, out.name, base, step, measured(file.parent.parent, step))
-        (aside / "README.md").write_text(card)
+        with naming(out):
+            model.save_pretrained(aside)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(aside)
+            step = int(checkpoint["global_step"])
+            card = model_card(model, out.name, base, step, measured(file.parent.parent, step))
+            (aside / "README.md").write_text(card, encoding="utf-8")
+            write_sums(aside)
         wanted = _logits(model)
         del model  # the written one takes its place in memory
         _verify(wanted, aside)
-        if out.exists():
-            shutil.rmtree(out)
-        aside.rename(out)
+        publish(aside, out)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return out

@@ -7,22 +7,28 @@
     python -m pod.fit recipe=mine trainer.strategy=deepspeed trainer.devices=2 trainer.sequence_parallel_size=2
     python -m pod.fit recipe=llama3-32k plan=true gpu=H100 utilisation=0.4    # memory, FLOPs, hours; trains nothing
 
-Analyses first when the recipe wants a saving and names no blocks file. Writes into the run's folder: `recipe.yaml`,
-`blocks.json`, `logs/` and `steps/step=N.ckpt`, `best/`. With several processes the first one analyses and writes; a
-checkpoint of DeepSpeed is a directory, to which each process adds its shard.
+Compares the prepared data with its checksums, and analyses first when the recipe wants a saving and names no blocks
+file. Writes into the run's folder: `recipe.yaml`, `blocks.json`, `logs/` and `steps/step=N.ckpt`, `best/`. With several
+processes the first one analyses and writes; a checkpoint of DeepSpeed is a directory, to which each process adds its
+shard.
 """
 
 import contextlib
+import csv
 import signal
 import sys
 import threading
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import lightning
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers.csv_logs import ExperimentWriter
+from lightning.pytorch.loggers.logger import rank_zero_experiment
+from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -30,6 +36,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from pod.analyze import analyze
 from pod.blocks import LayerBlocks
 from pod.data import PodDataModule
+from pod.files import check_writable, naming, replacing
 from pod.module import PodModule, first_config
 from pod.plan import show_plan
 from pod.recipe import Recipe, accumulate, main_recipe, output_folder, save, steps, warmup_steps
@@ -37,11 +44,71 @@ from pod.strategy import COMPLETE, UlyssesDeepSpeedStrategy, world_size_of
 
 
 class Checkpoints(ModelCheckpoint):
-    """Lightning's, at the end of a step only: a resumed run would write the step it began at again, in its midst."""
+    """Lightning's, at the end of a step only: a resumed run would write the step it began at again, in its midst.
+
+    A process that is killed between writing the newest and removing the oldest forgets the latter: who goes on from
+    there removes it.
+    """
+
+    def on_train_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
+        super().on_train_start(trainer, module)
+        self._remove_forgotten(trainer)
 
     def on_train_batch_end(self, trainer: lightning.Trainer, module: lightning.LightningModule, *batch) -> None:
         if not trainer.fit_loop._should_accumulate():
             super().on_train_batch_end(trainer, module, *batch)
+
+    def on_fit_end(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
+        self._remove_forgotten(trainer)  # no step was left to train
+
+    def _remove_forgotten(self, trainer: lightning.Trainer) -> None:
+        known = {Path(path).name for path in self.best_k_models}
+        steps = {step: path for step, path in checkpoints(Path(self.dirpath)).items() if path.name in known}
+        for step, path in checkpoints(Path(self.dirpath)).items() if len(steps) == self.save_top_k else ():
+            if step < min(steps) and trainer.is_global_zero:
+                self._remove_checkpoint(trainer, str(path))
+
+
+class WholeFiles(TorchCheckpointIO):
+    """Checkpoints of one file, written beside their place and renamed.
+
+    Lightning's own goes by way of memory and of the system's folder for temporary files, which may be small, and from
+    there is copied into its place, where a kill leaves half of it.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+        with replacing(path) as aside, open(aside, "wb") as file:
+            torch.save(checkpoint, file)
+
+
+class MetricsWriter(ExperimentWriter):
+    """Lightning's, whose log is rewritten as a whole when a metric comes that was not logged before."""
+
+    def _rewrite_with_new_header(self, fieldnames: list[str]) -> None:
+        with open(self.metrics_file_path, newline="") as file:
+            rows = list(csv.DictReader(file))
+        with replacing(self.metrics_file_path) as aside, open(aside, "w", newline="") as file:
+            writer = csv.DictWriter(file, fieldnames=fieldnames)
+            writer.writeheader()
+            writer.writerows(rows)
+
+    def save(self) -> None:
+        with naming(self.metrics_file_path):
+            super().save()
+
+
+class MetricsLog(CSVLogger):
+    """Lightning's log of metrics as CSV, with each row on disk at once: a kill takes none along."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, name="logs", flush_logs_every_n_steps=1)
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> ExperimentWriter:
+        if self._experiment is None:
+            self._experiment = MetricsWriter(self.log_dir)
+        return self._experiment
 
 
 class SaveAtEnd(Callback):
@@ -75,7 +142,7 @@ class SaveAtEnd(Callback):
 
     def on_train_end(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         path = self.folder / f"step={trainer.global_step}.ckpt"
-        if not trainer.strategy.broadcast(path.exists()):
+        if not trainer.strategy.broadcast(trainer.is_global_zero and path.exists() and is_whole(path)):
             trainer.save_checkpoint(path)
 
     def teardown(self, trainer: lightning.Trainer, module: lightning.LightningModule, stage: str) -> None:
@@ -94,17 +161,31 @@ def is_whole(checkpoint: Path) -> bool:
             return False
         shards = list(checkpoint.glob("checkpoint/*.pt"))
         states = [path for path in shards if path.name.endswith("_optim_states.pt")]
-        return len(states) == world_size_of(checkpoint) and all(map(zipfile.is_zipfile, shards))
+        try:
+            return len(states) == world_size_of(checkpoint) and all(map(zipfile.is_zipfile, shards))
+        except (KeyError, TypeError, ValueError):  # the note of how many there are is damaged
+            return False
     try:
         with zipfile.ZipFile(checkpoint) as archive:
-            return archive.testzip() is None
-    except (OSError, zipfile.BadZipFile):
+            # torch reads nothing of an entry whose attributes say that it is a folder.
+            if archive.testzip() is not None or any(entry.external_attr & 0x10 for entry in archive.infolist()):
+                return False
+        # The archive's own tables have no checksums, and torch goes by other parts of them than zipfile.
+        torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
+        return True
+    except Exception:  # there is no end to what zipfile and torch raise for damaged tables
         return False
+
+
+def checkpoints(folder: Path) -> dict[int, Path]:
+    """The checkpoints of a run, step -> path, whole or not."""
+    steps = {path: path.stem.removeprefix("step=") for path in folder.glob("step=*.ckpt")}
+    return {int(step): path for path, step in steps.items() if step.isdecimal()}
 
 
 def last_checkpoint(folder: Path) -> Path | None:
     """The newest whole checkpoint of a run; a broken one is named and passed over."""
-    by_step = {int(path.stem.split("=")[1]): path for path in folder.glob("step=*.ckpt")}
+    by_step = checkpoints(folder)
     for step in sorted(by_step, reverse=True):
         if is_whole(by_step[step]):
             return by_step[step]
@@ -122,7 +203,7 @@ def resume_from(recipe: Recipe, folder: Path) -> Path | None:
     if recipe.resume == "auto":
         return check_layout(last_checkpoint(folder), recipe)
     if recipe.resume == "never":
-        if any(folder.glob("step=*.ckpt")):
+        if checkpoints(folder):
             raise ValueError(
                 f"{folder} holds checkpoints of an earlier run. Continue it with resume=auto, or choose another "
                 "output=FOLDER"
@@ -172,7 +253,7 @@ def choose_blocks(recipe: Recipe, out: Path) -> LayerBlocks | None:
 
 def loggers(recipe: Recipe, out: Path) -> list[Logger]:
     """CSV always, and the one that the recipe names beside it."""
-    chosen: list[Logger] = [CSVLogger(out, name="logs")]
+    chosen: list[Logger] = [MetricsLog(out)]
     if recipe.logger == "wandb":
         import wandb
 
@@ -206,15 +287,6 @@ def fit(recipe: Recipe) -> lightning.Trainer:
     out = output_folder(recipe)
     folder = out / "steps"
     checkpoint = resume_from(recipe, folder)
-    out.mkdir(parents=True, exist_ok=True)
-    lightning.seed_everything(recipe.seed, verbose=False)
-    blocks = choose_blocks(recipe, out)
-    if rank_zero_only.rank == 0:
-        if blocks is not None:
-            blocks.save(out / "blocks.json")
-        save(recipe, out / "recipe.yaml")
-    accumulation = accumulate(recipe)
-    total = steps(recipe)
     data = PodDataModule(
         recipe.data.path,
         sequence_length=recipe.data.sequence_length,
@@ -225,6 +297,20 @@ def fit(recipe: Recipe) -> lightning.Trainer:
         shuffle=recipe.data.shuffle,
         validation_path=recipe.data.validation_path,
     )
+    if rank_zero_only.rank == 0:  # a flipped bit would be trained on; reading all takes a second per gigabyte
+        for prepared in filter(None, (data.prepared, data.validation)):
+            prepared.verify()
+    check_writable(out)
+    lightning.seed_everything(recipe.seed, verbose=False)
+    blocks = choose_blocks(recipe, out)
+    if rank_zero_only.rank == 0:
+        for left in out.glob("*/.*.tmp"):  # what a killed process was writing
+            left.unlink()
+        if blocks is not None:
+            blocks.save(out / "blocks.json")
+        save(recipe, out / "recipe.yaml")
+    accumulation = accumulate(recipe)
+    total = steps(recipe)
     module = PodModule(
         base=recipe.model.base,
         model_config=None if recipe.model.base is not None else dict(recipe.model.config),
@@ -272,6 +358,8 @@ def fit(recipe: Recipe) -> lightning.Trainer:
         num_sanity_val_steps=0,
         log_every_n_steps=recipe.trainer.log_every,
         logger=loggers(recipe, out),
+        # DeepSpeed's processes write their shards themselves.
+        plugins=None if recipe.trainer.strategy == "deepspeed" else [WholeFiles()],
         callbacks=[
             Checkpoints(
                 folder,
@@ -280,8 +368,11 @@ def fit(recipe: Recipe) -> lightning.Trainer:
                 mode="max",
                 save_top_k=recipe.trainer.keep_checkpoints,
                 every_n_train_steps=recipe.trainer.checkpoint_every,
+                enable_version_counter=False,  # a damaged one is written again, under its own name
             ),
-            ModelCheckpoint(out / "best", filename="{step}", monitor="val_loss", save_top_k=1),
+            ModelCheckpoint(
+                out / "best", filename="{step}", monitor="val_loss", save_top_k=1, enable_version_counter=False
+            ),
             SaveAtEnd(folder),
             TQDMProgressBar(),
         ],

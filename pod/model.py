@@ -58,6 +58,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3Decode
 from pod.blocks import LayerBlocks
 from pod.cache import PodCache
 from pod.config import PodLlamaConfig, PodMistralConfig, PodPhi3Config, PodQwen2Config, PodQwen3Config, check_sizes
+from pod.files import opening
 from pod.sequence_parallel import SequenceShard
 from pod_kernels import shared_score_attention
 
@@ -858,7 +859,8 @@ def convert(
     """
     model = model_or_path
     if isinstance(model, str | Path):
-        model = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+        with opening(model):
+            model = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
     if getattr(model, "hf_quantizer", None) is not None:
         raise ValueError(
             "the model is quantised: load it without quantization_config, convert it and save it "

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from pod.blocks import LayerBlocks
+from pod.files import opening
 from pod.lora import add_adapters, without_adapters
 from pod.loss import IGNORED, chunked_cross_entropy, chunked_distillation, shifted
 from pod.model import pod_config
@@ -124,7 +125,8 @@ class PodModule(lightning.LightningModule):
         config = pod_config(config, blocks, hparams.sink_size, hparams.recent_size, hparams.share)
         # Made as a PoD model at once, not converted: under ZeRO-3 the parameters are sharded while they are made.
         if hparams.base is not None:
-            self.model = AutoModelForCausalLM.from_pretrained(hparams.base, config=config, dtype=dtype)
+            with opening(hparams.base):
+                self.model = AutoModelForCausalLM.from_pretrained(hparams.base, config=config, dtype=dtype)
         else:
             self.model = AutoModelForCausalLM.from_config(config, dtype=dtype)
             if hparams.initialization == "torch":
@@ -428,7 +430,8 @@ def stock_config(base: str, rope_theta: float | None) -> PreTrainedConfig:
         ValueError: there is no config.
     """
     try:
-        config = AutoConfig.from_pretrained(base)
+        with opening(base):
+            config = AutoConfig.from_pretrained(base)
     except OSError as error:
         kind = "directory" if Path(base).exists() else "directory or hub model"
         raise ValueError(f"no model at {base!r}: it is no {kind} with a config.json ({error})") from error
@@ -443,4 +446,5 @@ def load_stock(base: str, rope_theta: float | None, dtype: torch.dtype) -> PreTr
     Raises:
         ValueError: nothing can be loaded from there.
     """
-    return AutoModelForCausalLM.from_pretrained(base, config=stock_config(base, rope_theta), dtype=dtype)
+    with opening(base):
+        return AutoModelForCausalLM.from_pretrained(base, config=stock_config(base, rope_theta), dtype=dtype)

@@ -11,7 +11,6 @@ sample, t = T / S of them on one GPU, h hidden size, I MLP width, H and H_kv hea
 L layers, b bytes of an activation.
 """
 
-import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pod.blocks import LayerBlocks
+from pod.files import read_json
 from pod.recipe import Recipe, RecipeError, accumulate, load_recipe, output_folder, recipes, steps
 
 
@@ -593,7 +594,7 @@ def config_of(recipe: Recipe) -> dict[str, Any]:
         return dict(recipe.model.config)
     file = Path(base) / "config.json"
     if file.is_file():
-        return json.loads(file.read_text())
+        return read_json(file)
     if base in KNOWN_CONFIGS:
         return KNOWN_CONFIGS[base]
     for name in recipes():
@@ -653,7 +654,7 @@ def make_plan(
         raise RecipeError("sequence parallelism and offloading of the model's states need strategy=deepspeed")
     share = recipe.model.share
     if recipe.blocks.file is not None:
-        sharing = Sharing.of_anchors(json.loads(Path(recipe.blocks.file).read_text())["anchors"], share)
+        sharing = Sharing.of_anchors(LayerBlocks.load(recipe.blocks.file).anchors.tolist(), share)
     elif recipe.blocks.size is not None:
         sharing = Sharing.uniform(shape, recipe.blocks.size, share)
     elif recipe.blocks.threshold is not None:
@@ -731,7 +732,7 @@ def show_plan(arguments: Sequence[str]) -> int:
             offload_optimizer=trainer.offload != "nothing",
             offload_parameters=trainer.offload == "parameters",
         )
-    except (RecipeError, OSError) as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print("\n".join(plan.lines()))

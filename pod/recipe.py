@@ -472,11 +472,9 @@ def load_recipe(arguments: Sequence[str]) -> Recipe:
 
 def save(recipe: Recipe, path: str | os.PathLike) -> None:
     """Write a recipe as YAML that `recipe=PATH` reads back to an equal one. Folders are made; a file is replaced."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # several processes may save the same recipe
-    aside.write_text(to_yaml(recipe), encoding="utf-8")
-    os.replace(aside, path)
+    from pod.files import write_text  # here: the schema is read without torch
+
+    write_text(path, to_yaml(recipe))
 
 
 def to_yaml(recipe: Recipe) -> str:

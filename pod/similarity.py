@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from pod.files import replacing
+
 if TYPE_CHECKING:
     from pod.blocks import LayerBlocks
 
@@ -159,7 +161,8 @@ def plot_similarity(similarity: Tensor, path: str | Path, blocks: LayerBlocks | 
     for first, size in _common_blocks(blocks.anchors) if blocks is not None else []:
         box = Rectangle((first - 0.5, first - 0.5), size, size, fill=False, edgecolor="red", linewidth=1.5)
         axes.add_patch(box)
-    figure.savefig(path, dpi=150)
+    with replacing(path) as aside:
+        figure.savefig(aside, format=Path(path).suffix[1:], dpi=150)
 
 
 def _common_blocks(anchors: Tensor) -> list[tuple[int, int]]:

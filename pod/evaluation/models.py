@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, PreTrainedM
 from pod import eviction
 from pod.blocks import LayerBlocks
 from pod.cache import PodCache
+from pod.files import opening
 from pod.model import PodModel, convert
 
 NO_EVICTION = "none"
@@ -27,7 +28,8 @@ def load(ckpt: str, device: str | None = None, dtype: str = "auto") -> tuple[Pre
         dtype: "float32", "bfloat16", ...; "auto" is what the weights are stored in.
 
     Raises:
-        ValueError: nothing can be loaded from there, or it is a training run that was not exported.
+        ValueError: nothing can be loaded from there, a file of it is damaged, or it is a training run that was not
+            exported.
     """
     path = Path(ckpt)
     if (path / "steps").is_dir() and not (path / "config.json").is_file():
@@ -35,8 +37,9 @@ def load(ckpt: str, device: str | None = None, dtype: str = "auto") -> tuple[Pre
             f"--ckpt {ckpt} is a training run: export it first (python -m pod.export --ckpt {ckpt} --out DIR)"
         )
     try:
-        model = AutoModelForCausalLM.from_pretrained(ckpt, dtype=dtype)
-        tokenizer = AutoTokenizer.from_pretrained(ckpt)
+        with opening(ckpt):
+            model = AutoModelForCausalLM.from_pretrained(ckpt, dtype=dtype)
+            tokenizer = AutoTokenizer.from_pretrained(ckpt)
     except (OSError, ValueError) as error:
         raise ValueError(f"--ckpt {ckpt}: no model and tokenizer can be loaded from there ({error})") from error
     if device is None:

@@ -1,10 +1,11 @@
 """How texts are read and results written down: JSON, a Markdown table, heat maps and curves."""
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from pod.files import replacing, write_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,10 +34,7 @@ def read_text(path: Path, option: str) -> str:
 
 def write(path: Path, text: str) -> None:
     """Write a file whole or not at all; several processes may write the same one. Folders are made."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(text, encoding="utf-8")
-    os.replace(aside, path)
+    write_text(path, text)
 
 
 def write_json(path: Path, result: Mapping[str, Any]) -> None:
@@ -64,6 +62,12 @@ def figure(width: float, height: float) -> "Figure":
     made = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(made)
     return made
+
+
+def save_figure(made: "Figure", path: Path, **options: Any) -> None:
+    """Write a picture whole or not at all, in the format of `path`'s suffix. The options are savefig's."""
+    with replacing(path) as aside:
+        made.savefig(aside, format=path.suffix[1:], **options)
 
 
 def heat_map(
@@ -105,5 +109,4 @@ def save_heat_map(
     axes = made.add_subplot()
     made.colorbar(heat_map(axes, values, rows, columns, title), ax=axes, label="score")
     axes.set(xlabel=xlabel, ylabel=ylabel)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    made.savefig(path, dpi=120)
+    save_figure(made, path, dpi=120)

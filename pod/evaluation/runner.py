@@ -21,6 +21,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pod.evaluation import report
+from pod.files import naming, read_json, replacing
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Predictions:
     def append(self, rows: Iterable[dict[str, Any]]) -> None:
         """Write rows to this process's part, each in one line, and see them on disk."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        with open(self.part, "ab") as file:
+        with naming(self.part), open(self.part, "ab") as file:
             if not self._cut:
                 _cut_broken_end(self.part)
                 self._cut = True
@@ -99,10 +100,9 @@ class Predictions:
         ordered = [found[key] for key in keys] + [row for key, row in found.items() if key not in wanted]
         parts = list(self.folder.glob(f"{self.name}.part*.jsonl"))
         if parts:
-            temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
             lines = (json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogatepass") for row in ordered)
-            temporary.write_bytes(b"".join(line + b"\n" for line in lines))
-            os.replace(temporary, self.path)
+            with replacing(self.path) as aside:
+                aside.write_bytes(b"".join(line + b"\n" for line in lines))
             for part in parts:
                 part.unlink(missing_ok=True)
         return ordered[: len(keys)]
@@ -257,7 +257,9 @@ def settle(folder: str | Path, settings: dict[str, Any]) -> None:
     """
     path = Path(folder) / "settings.json"
     if path.exists():
-        earlier = json.loads(path.read_text(encoding="utf-8"))
+        earlier = read_json(path)
+        if not isinstance(earlier, dict):
+            raise ValueError(f"{path}: not the settings of predictions: choose another --out, or remove the folder")
         for name in sorted(set(earlier) | set(settings)):
             if earlier.get(name) != settings.get(name):
                 raise ValueError(
@@ -265,7 +267,6 @@ def settle(folder: str | Path, settings: dict[str, Any]) -> None:
                     f"{settings.get(name)!r}: choose another --out, or remove the folder"
                 )
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
     report.write(path, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
 
 

@@ -1,0 +1,218 @@
+"""Files that are there whole or not at all, and errors of writing and reading that name the file.
+
+Whatever others read while it is being made, or that a kill must not leave half done, is written aside, forced onto the
+disk and renamed. A full disk, a quota or a lost mount raises OSError out of `write`, mostly without a name: `naming`
+adds it, so that the one line a command prints says what could not be written. The other way round, `opening` and
+`read_json` say which file of what is read is damaged.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
+
+SUMS = "SHA256SUMS"  # in a model's directory: the checksums of its files, as `sha256sum --check` reads them
+
+
+@contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Let no error of writing leave the block without a file's name: an OSError that has none gets `path`.
+
+    torch.save and safetensors wrap the system's error into one of their own, without its number: it is taken out again.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        if error.errno is None:
+            raise OSError(f"{path}: {error}") from error
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise OSError(error.__context__.errno, error.__context__.strerror, str(path)) from error
+        raise
+    except SafetensorError as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
+            raise ValueError(f"{path}: {error}") from error
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Write a file whole or not at all.
+
+    Args:
+        path: the file; its folders are made.
+
+    Yields:
+        A path beside it, hidden and of this process alone, to write to. When the block ends that file takes the name
+        `path`; when it fails, `path` is what it was.
+
+    Raises:
+        OSError: it cannot be written; names `path` where the system names nothing.
+    """
+    path = Path(path)
+    with naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            yield aside
+            force(aside)
+            os.replace(aside, path)
+        finally:
+            aside.unlink(missing_ok=True)
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a text file, UTF-8, whole or not at all. Folders are made.
+
+    Raises:
+        OSError: as `replacing`.
+    """
+    with replacing(path) as aside:
+        aside.write_bytes(text.encode("utf-8"))
+
+
+def force(path: Path) -> None:
+    """See a file, or all files below a directory, on the disk, so that a rename cannot come before its content."""
+    for file in [path] if path.is_file() else sorted(path.rglob("*")):
+        if file.is_file():
+            with naming(file), open(file, "rb") as opened:
+                os.fsync(opened.fileno())
+
+
+def publish(aside: Path, path: Path) -> None:
+    """Give a finished directory its name. One that has the name stays whole until then, and goes afterwards.
+
+    A process that is killed in between leaves `.NAME.old` beside it, the replaced directory, which the next call takes
+    away: a caller that was to replace it finds either of the two under `path`, or none, and is run again.
+    """
+    old = path.with_name(f".{path.name}.old")
+    force(aside)
+    if path.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        os.rename(path, old)
+    os.rename(aside, path)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def check_writable(folder: str | os.PathLike[str]) -> None:
+    """Make a folder and see that a file can be written there: before hours of work, not after.
+
+    Raises:
+        OSError: it cannot; names the folder or the file.
+    """
+    probe = Path(folder) / f".probe.{os.getpid()}.tmp"
+    try:
+        probe.parent.mkdir(parents=True, exist_ok=True)
+        with naming(probe.parent):
+            probe.write_bytes(b"probe")
+    except FileExistsError:
+        raise NotADirectoryError(errno.ENOTDIR, "is a file, wanted a folder", str(folder)) from None
+    finally:
+        try:
+            probe.unlink(missing_ok=True)
+        except OSError:
+            pass  # what was wrong is on its way already
+
+
+def read_json(path: str | os.PathLike[str]) -> Any:
+    """What a JSON file holds.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is no JSON; names the file.
+    """
+    try:
+        return json.loads(Path(path).read_bytes().decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not JSON, so truncated or damaged: {error}") from error
+
+
+def write_sums(folder: Path) -> None:
+    """Add the checksums of a model's files: damaged weights, or a field of its config that is gone, would not show."""
+    lines = [f"{_digest(file)}  {file.name}\n" for file in sorted(folder.iterdir()) if file.suffix != ".md"]
+    write_text(folder / SUMS, "".join(lines))
+
+
+def check_sums(folder: str | os.PathLike[str]) -> None:
+    """Compare a directory's files with their checksums, where it has any; reads every byte of them.
+
+    Raises:
+        ValueError: a file is missing or damaged; names it.
+    """
+    folder = Path(folder)
+    if not (folder / SUMS).is_file():
+        return
+    lines = (folder / SUMS).read_text(encoding="utf-8", errors="replace").splitlines()
+    if not lines:
+        raise ValueError(f"{folder / SUMS} is empty: export again, or remove it")
+    for line in lines:
+        digest, _, name = line.partition("  ")
+        file = folder / name
+        if not name or not file.is_file():
+            raise ValueError(f"{folder / SUMS} names {name!r}, which is not there: export again")
+        if _digest(file) != digest:
+            raise ValueError(
+                f"{file} is damaged, or was changed: its sha256 is not the one in {SUMS}. Export again; or, if it was "
+                f"changed on purpose, take its line out of {SUMS}"
+            )
+
+
+@contextmanager
+def opening(where: str | os.PathLike[str]) -> Iterator[None]:
+    """Say of a model's directory what is wrong with it, whatever transformers and safetensors raise in the block.
+
+    Its files are compared with their checksums first, where it has any.
+
+    Args:
+        where: the directory, or a hub id.
+
+    Raises:
+        ValueError: names the directory, or the file in it.
+    """
+    check_sums(where)
+    try:
+        yield
+    except SafetensorError as error:
+        raise ValueError(f"{_unreadable(Path(where))}: truncated or damaged: {error}") from error
+    except StrictDataclassError as error:
+        raise ValueError(f"{Path(where) / 'config.json'}: {' '.join(str(error).split())}") from error
+    except json.JSONDecodeError:
+        for file in sorted(Path(where).glob("*.json")):
+            read_json(file)  # the damaged one is named
+        raise
+    except (AttributeError, KeyError, TypeError, ZeroDivisionError) as error:
+        kind = type(error).__name__
+        raise ValueError(f"{Path(where) / 'config.json'}: a field is missing or wrong ({kind}: {error})") from error
+    except RuntimeError as error:
+        if "mismatched_sizes" not in str(error):
+            raise
+        raise ValueError(f"{where}: the weights do not have the shapes that config.json says") from error
+
+
+def _unreadable(folder: Path) -> Path:
+    """The first file of weights that cannot be opened."""
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except SafetensorError:
+            return file
+    return folder
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

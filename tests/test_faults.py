@@ -1,0 +1,482 @@
+"""What kills, full disks and damaged files do to the commands: nothing is lost, everything is named.
+
+The kills themselves are `faults.py`'s, beside this file.
+"""
+
+import importlib.util
+import json
+import os
+import random
+import re
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import demo_corpus
+import numpy as np
+import prepare
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
+
+import pod
+from pod import analyze, export, fit, generate
+from pod.data import PreparedData, SampleWriter
+from pod.files import check_writable, naming, publish, read_json, replacing
+from pod.fit import is_whole, last_checkpoint
+
+ROOT = Path(__file__).parent.parent
+LENGTH = 64
+
+
+def script(name):
+    """A script of eval/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "eval" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+needle, passkey, perplexity, trade_off = map(script, ("needle", "passkey", "perplexity", "trade_off"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="sees through Linux' /proc that nothing has threads")
+def test_commands_that_are_killed_and_run_again_end_as_if_undisturbed():
+    command = [sys.executable, str(ROOT / "tests" / "faults.py"), "--kills", "20"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert "20 kills in" in done.stdout and " 0 of them inside" not in done.stdout
+
+
+# What the commands are given
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """Texts, prepared data, a base model, a run of two steps that shares, its export."""
+    root = tmp_path_factory.mktemp("world")
+    generator = np.random.default_rng(0)
+    (root / "haystack.txt").write_text("".join(generator.choice(list("etaoin shr. "), 4000)))
+    (root / "corpus").mkdir()
+    for number in range(3):
+        rows = [json.dumps({"text": "".join(generator.choice(list("etaoin "), 300))}) for _ in range(40)]
+        (root / "corpus" / f"{number}.jsonl").write_text("\n".join(rows))
+    with SampleWriter(root / "data", sequence_length=LENGTH, vocab_size=259, tokenizer="bytes") as writer:
+        writer.add("train", generator.integers(3, 259, (40, LENGTH)))
+        writer.add("validation", generator.integers(3, 259, (4, LENGTH)))
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=259,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        initializer_range=0.2,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    LlamaForCausalLM(config).save_pretrained(root / "base")
+    ByT5Tokenizer(extra_ids=0).save_pretrained(root / "base")
+    recipe = {
+        "name": "faults",
+        "description": "A run of a test",
+        "model": {"base": str(root / "base"), "tokenizer": "bytes", "sink_size": 2, "recent_size": 6},
+        "blocks": {"kv_saving": 0.25, "samples": 2},
+        "data": {"path": str(root / "data"), "sequence_length": LENGTH, "micro_batch_size": 2},
+        "trainer": {"max_steps": 2, "tokens_per_batch": 2 * LENGTH, "validate_every": 1, "validation_batches": 1}
+        | {"checkpoint_every": 1, "keep_checkpoints": 3, "accelerator": "cpu"},
+    }
+    (root / "recipe.yaml").write_text(json.dumps(recipe))  # JSON is YAML
+    assert fit.main([f"recipe={root / 'recipe.yaml'}", f"output={root / 'run'}"]) == 0
+    assert export.main(["--ckpt", str(root / "run"), "--out", str(root / "export")]) == 0
+    return root
+
+
+def command(name, world, out, **given):
+    """(main, arguments) of a command that reads from `world`, or from what is given instead, and writes to `out`."""
+    place = {kind: given.get(kind, world / kind) for kind in ("base", "data", "run", "export")}
+    recipe = [f"recipe={world / 'recipe.yaml'}", f"output={out}", f"data.path={place['data']}"]
+    recipe += [f"model.base={place['base']}", "resume=auto"]
+    ckpt = ["--ckpt", str(place["export"]), "--out", str(out)]
+    text = ["--text", str(world / "haystack.txt")]
+    return {
+        "prepare": (
+            prepare.main,
+            ["--source", str(world / "corpus"), "--out", str(out), "--tokenizer", "bytes"]
+            + ["--sequence-length", "32", "--num-proc", "1"],
+        ),
+        "demo_corpus": (
+            demo_corpus.main,
+            ["--out", str(out), "--length", "1024", "--samples", "30", "--validation-samples", "1"],
+        ),
+        "analyze": (analyze.main, recipe),
+        "fit": (fit.main, recipe),
+        "export": (export.main, ["--ckpt", str(place["run"]), "--out", str(out)]),
+        "generate": (generate.main, ["--ckpt", str(place["export"]), "--prompt", "abc", "--max-new-tokens", "2"]),
+        "needle": (
+            needle.main,
+            [*ckpt, "--haystack", str(world / "haystack.txt"), "--min-length", "400", "--max-length", "400"]
+            + ["--steps", "1"],
+        ),
+        "passkey": (
+            passkey.main,
+            [*ckpt, *text, "--lengths", "128", "--depths", "2", "--samples", "1"],
+        ),
+        "perplexity": (
+            perplexity.main,
+            [*ckpt, *(["--data", str(given["data"])] if "data" in given else [*text, "--length", "64"])]
+            + ["--limit", "2"],
+        ),
+    }[name]
+
+
+WRITE = ("prepare", "demo_corpus", "analyze", "fit", "export", "needle", "passkey", "perplexity")
+
+
+def refused(capsys, run, *words):
+    """The command fails and says one thing, which holds the words."""
+    main, arguments = run
+    capsys.readouterr()
+    assert main(arguments) not in (0, None)
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    (message,) = re.findall(r"(?:error|prepare|demo_corpus): [^\n]*", said)
+    for word in words:
+        assert str(word) in message
+    return message
+
+
+# Disks
+
+
+class Disk:
+    """A folder with a limit: a file system in memory of so many kB where it can be mounted, else a limit of files."""
+
+    def __init__(self, path, size):
+        self.path = path
+        path.mkdir()
+        mount = ["mount", "-t", "tmpfs", "-o", f"size={size}k", "tmpfs", str(path)]
+        self.mounted = sys.platform == "linux" and subprocess.run(mount, capture_output=True).returncode == 0
+        self.limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if not self.mounted:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size * 256, self.limits[1]))
+
+    def grow(self):
+        if self.mounted:
+            subprocess.run(["mount", "-o", "remount,size=64m", str(self.path)], check=True)
+        else:
+            resource.setrlimit(resource.RLIMIT_FSIZE, self.limits)
+
+    def protect(self):
+        """Let nobody write there; False where that cannot be done."""
+        if self.mounted:
+            subprocess.run(["mount", "-o", "remount,ro", str(self.path)], check=True)
+        else:
+            self.path.chmod(0o555)
+        return self.mounted or os.geteuid() != 0
+
+    def close(self):
+        self.path.chmod(0o755) if not self.mounted else subprocess.run(["umount", "-l", str(self.path)], check=True)
+        resource.setrlimit(resource.RLIMIT_FSIZE, self.limits)
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """disk(kB) -> a `Disk`."""
+    disks = []
+
+    def make(size):
+        disks.append(Disk(tmp_path / "disk", size))
+        return disks[-1]
+
+    yield make
+    for one in disks:
+        one.close()
+
+
+@pytest.mark.parametrize("name", WRITE)
+def test_a_full_disk_is_named_and_the_command_goes_on_when_there_is_room(name, world, disk, capsys):
+    small = disk(8)
+    out = small.path / "out"
+    said = refused(capsys, command(name, world, out), small.path)
+    assert "No space left on device" in said or "File too large" in said
+    # Nothing is there under its own name that is not whole.
+    assert not list(out.rglob("model*.safetensors")) and not (out / "index.json").exists()
+    for path in out.rglob("*.json"):
+        read_json(path)
+    small.grow()
+    main, arguments = command(name, world, out)
+    assert main(arguments) == 0
+    if name == "fit":
+        assert last_checkpoint(out / "steps").name == "step=2.ckpt"
+
+
+def test_a_disk_that_is_full_at_the_second_checkpoint_leaves_the_first(world, disk, capsys):
+    size = (world / "run" / "steps" / "step=1.ckpt").stat().st_size
+    small = disk(64)
+    if not small.mounted:
+        pytest.skip("a limit of files does not add them up: needs a file system of its own")
+    kept = {path.name: path.stat().st_size for path in (world / "run").iterdir() if path.is_file()}
+    subprocess.run(["mount", "-o", f"remount,size={sum(kept.values()) + 2 * size}", str(small.path)], check=True)
+    out = small.path / "out"
+    refused(capsys, command("fit", world, out), "No space left on device", out)
+    whole = [path for path in out.rglob("*.ckpt")]
+    assert whole and all(map(is_whole, whole))
+    small.grow()
+    main, arguments = command("fit", world, out)
+    assert main(arguments) == 0
+    assert "continuing from" in capsys.readouterr().out
+    assert not list(out.rglob(".*.tmp"))
+    ours, theirs = (torch.load(run / "steps/step=2.ckpt", weights_only=True) for run in (out, world / "run"))
+    for key, weight in theirs["state_dict"].items():
+        assert torch.equal(ours["state_dict"][key], weight)
+
+
+@pytest.mark.parametrize("name", WRITE)
+def test_a_read_only_folder_is_named_before_the_work(name, world, disk, capsys):
+    small = disk(64)
+    if not small.protect():
+        pytest.skip("root without mounts writes anywhere")
+    refused(capsys, command(name, world, small.path / "out"), small.path)
+    assert not list(small.path.iterdir())
+
+
+# Damaged files
+
+
+def cut(raw):
+    return raw[: len(raw) // 2]
+
+
+def empty(raw):
+    return b""
+
+
+def flipped(raw):
+    """One bit is another: in the middle of the numbers, or in what a text file needs to be read."""
+    found = re.search(rb"anchors|model:|hidden_size|chat|pad_token", raw)
+    place = found.start() if found else len(raw) * 6 // 10
+    return raw[:place] + bytes([raw[place] ^ 16]) + raw[place + 1 :]
+
+
+@pytest.mark.parametrize("how", [cut, empty, flipped])
+@pytest.mark.parametrize(
+    "name,kind,file",
+    [
+        ("generate", "export", "config.json"),
+        ("generate", "export", "model.safetensors"),
+        ("passkey", "export", "tokenizer_config.json"),
+        ("needle", "export", "SHA256SUMS"),
+        ("perplexity", "export", "model.safetensors"),
+        ("analyze", "data", "tokens-train-00000.bin"),
+        ("fit", "data", "tokens-train-00000.bin"),
+        ("fit", "data", "index.json"),
+        ("fit", "data", "tokens-validation-00000.bin"),
+        ("perplexity", "data", "tokens-validation-00000.bin"),
+        ("fit", "base", "config.json"),
+        ("fit", "run", "blocks.json"),
+        ("export", "run", "recipe.yaml"),
+    ],
+)
+def test_a_damaged_file_is_named(name, kind, file, how, world, tmp_path, capsys):
+    shutil.copytree(world / kind, tmp_path / kind)
+    victim = tmp_path / kind / file
+    victim.write_bytes(how(victim.read_bytes() or b"nothing is held out"))
+    broken = victim.read_bytes()
+    out = tmp_path / kind if (name, kind) == ("fit", "run") else tmp_path / "out"
+    refused(capsys, command(name, world, out, **{kind: tmp_path / kind}), tmp_path / kind)
+    assert victim.read_bytes() == broken
+    assert out == tmp_path / kind or {path.name for path in out.rglob("*.*")} <= {"settings.json"}
+
+
+@pytest.mark.parametrize("how", [cut, empty])
+def test_damaged_weights_without_checksums_are_named(how, world, tmp_path, capsys):
+    shutil.copytree(world / "base", tmp_path / "base")
+    victim = tmp_path / "base" / "model.safetensors"
+    victim.write_bytes(how(victim.read_bytes()))
+    refused(capsys, command("analyze", world, tmp_path / "out", base=tmp_path / "base"), victim)
+    with pytest.raises(ValueError, match="model.safetensors: truncated or damaged"):
+        pod.convert(tmp_path / "base", pod.LayerBlocks.dense(3, 2))
+
+
+@pytest.mark.parametrize(
+    "field,value,words",
+    [
+        ("sink_size", "2", ["config.json", "sink_size", "int", "'2'"]),
+        ("share", 3, ["config.json", "share", "3"]),
+        ("share", "some", ["share", "scores", "'some'"]),
+        ("anchors", [7, [0, 0], [0, 0]], ["config.json", "anchors", "7"]),
+        ("anchors", [[0, 0], [1, 2], [0, 0]], ["layer 1", "anchor 2"]),
+        ("recent_size", -1, ["recent_size", "-1"]),
+        ("tau", 7, ["tau", "7"]),
+        ("hidden_size", 64, ["the weights do not have the shapes"]),
+        ("hidden_size", None, ["config.json", "hidden_size"]),
+        ("num_hidden_layers", 5, ["3 layers", "5 layers"]),
+        ("num_attention_heads", 0, ["config.json"]),
+        ("rope_parameters", "x", ["rope_parameters"]),
+        ("model_type", "pud", ["pud"]),
+    ],
+)
+def test_a_wrong_field_of_a_config_is_named(field, value, words, world, tmp_path, capsys):
+    shutil.copytree(world / "export", tmp_path / "export")
+    file = tmp_path / "export" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), field: value}))
+    (file.parent / "SHA256SUMS").unlink()  # it was changed on purpose
+    main, arguments = command("generate", world, None, export=tmp_path / "export")
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    said = said[said.index("error: ") :]
+    assert "Traceback" not in said and str(tmp_path / "export") in said
+    for word in words:
+        assert word in said
+
+
+def test_a_damaged_checkpoint_is_named_and_made_again(world, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(world / "run", run)
+    newest = run / "steps" / "step=2.ckpt"
+    newest.write_bytes(flipped(newest.read_bytes()))
+    assert not is_whole(newest)
+    refused(capsys, (export.main, ["--ckpt", str(newest), "--out", str(tmp_path / "out")]), newest)
+    # The run's folder still exports, from the checkpoint before, and says so.
+    assert export.main(["--ckpt", str(run), "--out", str(tmp_path / "earlier")]) == 0
+    assert f"{newest} is truncated or damaged" in capsys.readouterr().err
+    assert "| training step | 1 |" in (tmp_path / "earlier" / "README.md").read_text()
+    main, arguments = command("fit", world, run)
+    assert main(arguments) == 0
+    assert sorted(path.name for path in newest.parent.iterdir()) == ["step=1.ckpt", "step=2.ckpt"]
+    ours, theirs = (torch.load(file, weights_only=True) for file in (newest, world / "run" / "steps" / newest.name))
+    for key, weight in theirs["state_dict"].items():
+        assert torch.equal(ours["state_dict"][key], weight)
+
+
+def test_a_flipped_bit_of_a_checkpoint_is_found_or_does_no_harm(world, tmp_path):
+    whole = (world / "run" / "steps" / "step=2.ckpt").read_bytes()
+    wanted = torch.load(world / "run" / "steps" / "step=2.ckpt", weights_only=True)["state_dict"]
+    draw = random.Random(0)
+    found = 0
+    # Anywhere; in the archive's own tables, which have no checksums; and where one of them calls an entry a folder.
+    tables = whole.index(b"PK\x01\x02")
+    places = [(draw.randrange(len(whole)), draw.randrange(8)) for _ in range(30)]
+    places += [(draw.randrange(tables, len(whole)), draw.randrange(8)) for _ in range(60)]
+    entries = [match.start() for match in re.finditer(rb"PK\x01\x02", whole)]
+    places += [(entry + 38, 4) for entry in entries[:: max(1, len(entries) // 10)]]
+    for place, bit in places:
+        damaged = whole[:place] + bytes([whole[place] ^ (1 << bit)]) + whole[place + 1 :]
+        (tmp_path / "step=2.ckpt").write_bytes(damaged)
+        if not is_whole(tmp_path / "step=2.ckpt"):
+            found += 1
+            continue
+        content = torch.load(tmp_path / "step=2.ckpt", weights_only=True)["state_dict"]
+        assert all(torch.equal(content[key], weight) for key, weight in wanted.items()), (place, bit)
+    assert found > 40
+
+
+def test_a_damaged_similarity_file_is_named(world, tmp_path):
+    whole = (world / "run" / "similarity.safetensors").read_bytes()
+    similarity = analyze.load_similarity(world / "run" / "similarity.safetensors")
+    assert similarity.shape == (2, 3, 3)
+    file = tmp_path / "similarity.safetensors"
+    for place in range(len(whole)):
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 2]) + whole[place + 1 :])
+        try:
+            assert torch.equal(analyze.load_similarity(file), similarity), place
+        except ValueError as error:
+            assert str(file) in str(error)
+    for length in range(0, len(whole), 7):
+        file.write_bytes(whole[:length])
+        with pytest.raises(ValueError, match="similarity.safetensors"):
+            analyze.load_similarity(file)
+    with pytest.raises(FileNotFoundError, match="pod.analyze"):
+        analyze.load_similarity(tmp_path / "none")
+
+
+def test_an_anchor_that_was_changed_is_noticed(tmp_path):
+    blocks = pod.LayerBlocks([[0, 0], [0, 1], [0, 1]])
+    blocks.save(tmp_path / "blocks.json")
+    text = (tmp_path / "blocks.json").read_text()
+    (tmp_path / "blocks.json").write_text(text.replace("[0, 1]\n", "[2, 1]\n"))
+    with pytest.raises(ValueError, match="blocks.json: the anchors save 0.16.*kv_saving=0.25.*leave that line out"):
+        pod.LayerBlocks.load(tmp_path / "blocks.json")
+
+
+def test_a_damaged_log_does_not_stop_an_export(world, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(world / "run", run)
+    (log,) = run.glob("logs/*/metrics.csv")
+    log.write_bytes(log.read_bytes().replace(b".", b".x", 40)[:-3])
+    assert export.main(["--ckpt", str(run), "--out", str(tmp_path / "out")]) == 0
+    assert f"{log}: a damaged line is left out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b'"x"'])
+def test_damaged_settings_of_predictions_are_named(content, world, tmp_path, capsys):
+    (tmp_path / "settings.json").write_bytes(content)
+    refused(capsys, command("needle", world, tmp_path), tmp_path / "settings.json")
+
+
+def test_the_demos_data_is_made_by_the_demos_script():
+    with pytest.raises(FileNotFoundError, match=r"python data/demo_corpus.py --out data/demo/none --length L"):
+        PreparedData("data/demo/none")
+
+
+def test_an_export_is_checked_by_sha256sum_too(world):
+    done = subprocess.run(["sha256sum", "--check", "SHA256SUMS"], cwd=world / "export", capture_output=True, text=True)
+    assert done.returncode == 0 and "model.safetensors: OK" in done.stdout
+    assert AutoModelForCausalLM.from_pretrained(world / "export").config.share == "scores"
+
+
+# pod/files.py
+
+
+def test_replacing_leaves_the_old_file_when_it_fails(tmp_path):
+    (tmp_path / "a").write_text("old")
+    with pytest.raises(RuntimeError, match="no OSError"):
+        with replacing(tmp_path / "a") as aside:
+            aside.write_text("half")
+            raise RuntimeError("no OSError")
+    assert (tmp_path / "a").read_text() == "old" and len(list(tmp_path.iterdir())) == 1
+    with replacing(tmp_path / "deep" / "b") as aside:
+        aside.write_text("new")
+        assert not (tmp_path / "deep" / "b").exists()
+    assert (tmp_path / "deep" / "b").read_text() == "new" and len(list((tmp_path / "deep").iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    "error,text",
+    [
+        (OSError(28, "No space left on device"), "[Errno 28] No space left on device: 'here'"),
+        (OSError(13, "Permission denied", "there"), "[Errno 13] Permission denied: 'there'"),
+        (OSError("disk on fire"), "here: disk on fire"),
+    ],
+)
+def test_naming(error, text):
+    with pytest.raises(OSError) as caught:
+        with naming("here"):
+            raise error
+    assert str(caught.value) == text
+
+
+def test_publish_replaces_a_directory(tmp_path):
+    for name in ("aside", "out", ".out.old"):  # the last one is what a kill left
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "content").write_text(name)
+    publish(tmp_path / "aside", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (tmp_path / "out" / "content").read_text() == "aside"
+
+
+def test_check_writable(tmp_path):
+    check_writable(tmp_path / "a" / "b")
+    assert list((tmp_path / "a" / "b").iterdir()) == []
+    (tmp_path / "file").write_text("x")
+    for path in (tmp_path / "file", tmp_path / "file" / "deep"):
+        with pytest.raises(NotADirectoryError, match="file"):
+            check_writable(path)
