@@ -21,9 +21,18 @@ from transformers.configuration_utils import PreTrainedConfig
 from pod.blocks import LayerBlocks
 from pod.eviction.base import Eviction
 from pod.eviction.manager import EvictingStorage
+from pod.eviction.quest import Quest
 from pod.eviction.storage import Rotary, StoragePolicy, Store, strides
 from pod.eviction.streaming import WindowAttention
-from pod_kernels import LayerSegments, Segments, SkipStats, cached_attention, shared_score_attention
+from pod_kernels import (
+    LayerSegments,
+    Segments,
+    SkipStats,
+    cached_attention,
+    paged_attention,
+    refresh_pages,
+    shared_score_attention,
+)
 from pod_kernels.cached import Masks
 
 
@@ -38,6 +47,7 @@ class Step:
         even: every row has the same tokens, none of them padding.
         is_first: the cache was empty.
         masks: what the layers' attention has in common.
+        read: with Quest, the positions [B, R] that the blocks up to now read, by anchor layer and KV head.
     """
 
     positions: Tensor
@@ -46,6 +56,7 @@ class Step:
     even: bool
     is_first: bool
     masks: Masks = field(default_factory=dict)
+    read: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
 
 class PodCache(Cache):
@@ -56,7 +67,7 @@ class PodCache(Cache):
         max_length: tokens that each row will reach. Storage is then allocated once; without it, storage grows by an
             eighth when full. `generate` sets it. Methods that organise storage need none: theirs has a fixed size.
         eviction: a method of `pod.eviction`, such as `SnapKV(budget=4096)`; None keeps every token. What is stored then
-            is described in `pod.eviction.manager` and `pod.eviction.storage`.
+            is described in `pod.eviction.manager` and `pod.eviction.storage`; with Quest it is everything, and pages.
         tau: early skip: at decode, in layers that are no anchors, a query head whose gate is at least tau leaves the
             distant tokens out, 0 to 1; the config's when None, and if that is None too, nothing is skipped.
         crop_slack: how many of the last tokens `crop` can take back (rejected draft tokens).
@@ -139,6 +150,7 @@ class PodCache(Cache):
         self.eviction = eviction
         self._evicting: EvictingStorage | None = None
         self.store: Store | None = None
+        self._quest = eviction if isinstance(eviction, Quest) else None
         if isinstance(eviction, StoragePolicy):
             # It organises storage itself and does all of the work: what follows here is then unused.
             self.store = eviction.make_store(config, self.blocks)
@@ -205,13 +217,19 @@ class PodCache(Cache):
         return sum(part.nbytes() for segments in self._segments for part in self._parts(segments))
 
     def expected_nbytes(self, length: int, batch: int = 1, itemsize: int = 2) -> int:
-        """Bytes by the formula of this module for `length` tokens in each of `batch` rows, none of them evicted."""
+        """Bytes by the formula of this module for `length` tokens in each of `batch` rows, none of them evicted.
+
+        Quest's pages, two vectors each, are in it.
+        """
         near = min(length, self.config.sink_size + self.config.recent_size + self.crop_slack)
         total = self._num_layers * self._num_kv_heads
         if self.config.share == "window":
             length = self.config.sink_size + self.config.recent_size - 1
         anchors = sum(self._num_anchors)
-        return batch * self.config.head_dim * itemsize * (total * length + anchors * length + (total - anchors) * near)
+        vectors = total * length + anchors * length + (total - anchors) * near
+        if self._quest is not None:
+            vectors += 2 * anchors * self._quest.pages(length)
+        return batch * self.config.head_dim * itemsize * vectors
 
     def storages(self) -> list[Tensor]:
         """Every tensor that `nbytes` counts."""
@@ -414,6 +432,20 @@ class PodCache(Cache):
         q = q.detach()
         shared = segments.order[segments.num_anchors :]
         uses_scores = is_single and self.config.share == "scores"
+        if self._quest is not None and is_single and not self._in_prefill:
+            self._choose_pages(layer, q)
+            if layer >= self._quest.dense_layers:
+                out = paged_attention(
+                    q,
+                    segments,
+                    torch.stack([step.read[int(self.blocks.anchors[layer, head]), head] for head in segments.order]),
+                    positions=step.positions,
+                    scores=self._scores(q) if uses_scores else None,
+                    score_heads=self._score_heads[layer],
+                    distant_keys=() if uses_scores else tuple(self._anchor_keys(layer, head) for head in shared),
+                    scale=scale,
+                )
+                return out if not v.requires_grad else _CacheBoundary.apply(out, v)
         out = cached_attention(
             q,
             segments,
@@ -455,6 +487,9 @@ class PodCache(Cache):
         self._write(segments.keys, stored_k[: segments.num_anchors], step)
         if near:
             self._write_near(segments, own, step)
+        if segments.pages is not None:
+            after = torch.maximum(step.before, step.positions[:, -1] + 1)
+            self._refresh_pages(segments, step.before, after, step.positions.shape[1])
         return own
 
     # ------------------------------------------------------------------ rows
@@ -531,12 +566,15 @@ class PodCache(Cache):
         self._columns -= removed
         if self._evicting is not None:
             self._evicting.crop(self._lengths, removed)
+        for segments in self._segments if self._quest is not None else ():
+            self._refresh_pages(segments, (self._lengths - 1).clamp(min=0), self._lengths, 1)
 
     # ------------------------------------------------------------------ storage
 
     @staticmethod
-    def _parts(segments: LayerSegments) -> tuple[Segments, Segments, Segments]:
-        return segments.values, segments.keys, segments.near
+    def _parts(segments: LayerSegments) -> tuple[Segments, ...]:
+        parts = segments.values, segments.keys, segments.near
+        return parts if segments.pages is None else (*parts, segments.pages)
 
     def _near_capacity(self) -> int:
         return min(self._capacity, self.config.sink_size + self.config.recent_size + self.crop_slack)
@@ -545,6 +583,10 @@ class PodCache(Cache):
         kwargs = {"dim": like.shape[-1], "lengths": self._lengths, "dtype": like.dtype, "device": like.device}
         anchors = self._num_anchors[layer]
         others = self._num_kv_heads - anchors
+        pages = None
+        if self._quest is not None:
+            paged = kwargs | {"dim": 2 * like.shape[-1]}
+            pages = Segments.allocate(heads=anchors, capacity=self._quest.pages(self._capacity), **paged)
         return LayerSegments(
             order=self._orders[layer],
             num_anchors=anchors,
@@ -554,6 +596,7 @@ class PodCache(Cache):
             sink_size=self.config.sink_size,
             recent_size=self.config.recent_size,
             ring_size=self.config.recent_size + self.crop_slack,
+            pages=pages,
         )
 
     def _reserve(self, length: int, like: Tensor) -> None:
@@ -584,6 +627,20 @@ class PodCache(Cache):
                 self._num_kv_heads, batch, self._groups, 1, self._capacity, dtype=torch.float32, device=q.device
             )
         return self._workspace
+
+    def _choose_pages(self, layer: int, q: Tensor) -> None:
+        """Note what the blocks anchored in `layer` read for the queries q [B, H, 1, D]."""
+        segments, step = self._segments[layer], self._step
+        anchors = segments.num_anchors
+        if anchors:
+            asked = segments.stored(q.unflatten(1, (self._num_kv_heads, -1))[:, :, :, 0].transpose(0, 1))[:anchors]
+            read = self._quest.choose(asked, segments.pages.rectangle, step.positions, step.length)
+            step.read.update({(layer, head): read[place] for place, head in enumerate(segments.order[:anchors])})
+
+    def _refresh_pages(self, segments: LayerSegments, before: Tensor, after: Tensor, most: int) -> None:
+        if segments.num_anchors:
+            keys, pages = segments.keys.rectangle, segments.pages.rectangle
+            refresh_pages(pages, keys, before, after, self._quest.page_size, most)
 
     def _anchor_keys(self, layer: int, head: int) -> tuple[Segments, int]:
         anchor = int(self.blocks.anchors[layer, head])

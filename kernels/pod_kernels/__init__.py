@@ -4,6 +4,7 @@ from pod_kernels import reference
 from pod_kernels.attention import shared_score_attention
 from pod_kernels.cached import cached_attention
 from pod_kernels.packed import PackedLayer, attention_weights, packed_attention
+from pod_kernels.pages import paged_attention, refresh_pages
 from pod_kernels.segments import LayerSegments, Segments
 from pod_kernels.skipping import SkipStats
 
@@ -14,6 +15,8 @@ __all__ = [
     "SkipStats",
     "attention_weights",
     "cached_attention",
+    "paged_attention",
+    "refresh_pages",
     "reference",
     "shared_score_attention",
     "packed_attention",

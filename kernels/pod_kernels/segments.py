@@ -160,6 +160,7 @@ class LayerSegments:
         keys: [B, num_anchors] segments of the anchor heads' keys: slot = position.
         near: [B, H_kv - num_anchors] segments of the other heads' own keys: sinks, then a ring of `ring_size`.
         sink_size, recent_size, ring_size: tokens; ring_size >= recent_size.
+        pages: [B, num_anchors] segments of each page's minima and maxima [2 D]; None where pages are not used.
         index, inverse: [H_kv] int64 from `order`, and back; None where the order is the heads' own.
     """
 
@@ -171,6 +172,7 @@ class LayerSegments:
     sink_size: int
     recent_size: int
     ring_size: int
+    pages: Segments | None = None
     index: Tensor | None = field(init=False, default=None)
     inverse: Tensor | None = field(init=False, default=None)
 

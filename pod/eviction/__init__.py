@@ -25,6 +25,7 @@ from pod.eviction.cake import CAKE
 from pod.eviction.cascade import Cascade
 from pod.eviction.h2o import H2O
 from pod.eviction.pyramidkv import PyramidKV
+from pod.eviction.quest import Quest
 from pod.eviction.sagekv import SageKV
 from pod.eviction.snapkv import SnapKV
 from pod.eviction.storage import StoragePolicy, Store
@@ -41,6 +42,7 @@ METHODS: dict[str, type] = {
     "sagekv": SageKV,
     "streamingllm": StreamingLLM,
     "cascade": Cascade,
+    "quest": Quest,
 }
 
 
@@ -145,6 +147,7 @@ __all__ = [
     "Eviction",
     "Observation",
     "PyramidKV",
+    "Quest",
     "SageKV",
     "Sharing",
     "SnapKV",

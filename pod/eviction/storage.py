@@ -2,7 +2,7 @@
 
 A further one takes a dataclass derived from `StoragePolicy`, a `Store` that it makes, and a line in
 `pod/eviction/__init__.py`. The cache hands every forward to the store: `begin`, then `attend` once per layer from the
-lowest up, then `finish`.
+lowest up, then `finish`. Quest, which drops nothing, makes no store: the cache's own storage holds its pages too.
 """
 
 from abc import ABC, abstractmethod
@@ -33,8 +33,8 @@ class StoragePolicy(ABC):
     stride: int
 
     @abstractmethod
-    def make_store(self, config: PreTrainedConfig, blocks: LayerBlocks) -> "Store":
-        """An empty store for a model.
+    def make_store(self, config: PreTrainedConfig, blocks: LayerBlocks) -> "Store | None":
+        """An empty store for a model; None for a method that keeps every token in the cache's own storage (Quest).
 
         Raises:
             ValueError: the policy and the model do not go together.
