@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from pod.blocks import LayerBlocks
 from pod.cache import PodCache
-from pod.eviction import Eviction, Quest, StoragePolicy
+from pod.eviction import Eviction, Quest, StoragePolicy, StreamingLLM
 from pod.plan import Shape, largest
 from pod_kernels.cached import MAX_LOGITS
 from pod_kernels.slots import CPU_LOGITS
@@ -193,7 +193,7 @@ class Inference:
             return 0
         if self._has_store:
             width = min(self.prompt, self._stored[0] + self._tokens)
-            if self.blocks.is_dense and not hasattr(method, "gamma"):  # one fused call, with a mask
+            if self.blocks.is_dense and type(method) is StreamingLLM:  # one fused call, with a mask
                 return batch * shape.kv_heads * self._tokens * width * (1 + self.itemsize)
             most = MAX_LOGITS if self.fused else CPU_LOGITS
             return min(most, batch * shape.heads * self._tokens * width) * (12 if self.blocks.is_dense else 20)

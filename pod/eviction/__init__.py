@@ -29,7 +29,7 @@ from pod.eviction.quest import Quest
 from pod.eviction.sagekv import SageKV
 from pod.eviction.snapkv import SnapKV
 from pod.eviction.storage import StoragePolicy, Store
-from pod.eviction.streaming import StreamingLLM
+from pod.eviction.streaming import LMInfinite, StreamingLLM
 from pod.eviction.tova import TOVA
 
 METHODS: dict[str, type] = {
@@ -41,6 +41,7 @@ METHODS: dict[str, type] = {
     "cake": CAKE,
     "sagekv": SageKV,
     "streamingllm": StreamingLLM,
+    "lminfinite": LMInfinite,
     "cascade": Cascade,
     "quest": Quest,
 }
@@ -145,6 +146,7 @@ __all__ = [
     "Cascade",
     "Combined",
     "Eviction",
+    "LMInfinite",
     "Observation",
     "PyramidKV",
     "Quest",
