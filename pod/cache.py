@@ -9,9 +9,11 @@ Rows are packed: slot p of a row holds its p-th real token, so left padding is n
 from each row's first real token. Blocks of one layer make this an ordinary cache of a dense model.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +21,8 @@ from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 
 from pod.blocks import LayerBlocks
+from pod.cache_file import read_cache, write_cache
+from pod.eviction import parse, unparse
 from pod.eviction.base import Eviction
 from pod.eviction.manager import EvictingStorage
 from pod.eviction.quest import Quest
@@ -34,6 +38,8 @@ from pod_kernels import (
     shared_score_attention,
 )
 from pod_kernels.cached import Masks
+
+PAGES = 3  # the place of a layer's pages among its parts
 
 
 @dataclass
@@ -568,6 +574,86 @@ class PodCache(Cache):
             self._evicting.crop(self._lengths, removed)
         for segments in self._segments if self._quest is not None else ():
             self._refresh_pages(segments, (self._lengths - 1).clamp(min=0), self._lengths, 1)
+
+    # ------------------------------------------------------------------ files
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the cache to one safetensors file, so that another process goes on where this one is.
+
+        Tokens, settings (eviction method, tau, crop_slack, max_length) and counts are in it; the model's weights are
+        not, and the file says nothing about them. Unused capacity is not written where slots are positions.
+
+        Args:
+            path: the file; written aside and renamed, so that a reader never meets half of it. Folders are made.
+
+        Raises:
+            ValueError: nothing is stored yet, `prefill()` is open, or a method that `pod.eviction.parse` does not know.
+            OSError: it cannot be written.
+        """
+        if self.batch_size < 0 or self._in_prefill:
+            raise ValueError("a cache is saved when it holds tokens, and outside cache.prefill()")
+        is_window = self.config.share == "window"
+        facts = {
+            "max_length": self.max_length,
+            "may_grow": self.may_grow,
+            "crop_slack": self.crop_slack,
+            "tau": self.tau,
+            "eviction": None if self.eviction is None or is_window else unparse(self.eviction),
+            "columns": self._columns,
+            "most_columns": self._most_columns,
+            "longest": self._longest,
+            "even": self._even,
+            "stats": asdict(self.stats),
+        }
+        tensors = {} if self._lengths is None else {"lengths": self._lengths}
+        if self.store is not None or self._evicting is not None:
+            more, facts["storage"] = (self.store or self._evicting).state()
+            tensors |= more
+        for index, segments in enumerate(self._segments):
+            for number, part in enumerate(self._parts(segments)):
+                used = self._quest.pages(self._longest) if number == PAGES else self._longest
+                tensors[f"layers.{index}.{number}"] = part.rectangle[:, :, :used]
+        write_cache(path, tensors, facts, self.config)
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike[str], config: PreTrainedConfig, device: str | torch.device = "cpu"
+    ) -> "PodCache":
+        """A cache that `save` wrote, as it was.
+
+        Args:
+            path: the file.
+            config: of the model that filled it.
+            device: where the model is.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: truncated or no cache, or the config is another one; names the file and what differs.
+        """
+        tensors, facts = read_cache(path, config, device)
+        try:
+            eviction = None if facts["eviction"] is None else parse(facts["eviction"])
+            cache = cls(config, facts["max_length"], eviction, facts["tau"], facts["crop_slack"])
+            cache._restore(tensors, facts)
+        except (KeyError, IndexError, TypeError, RuntimeError) as error:
+            raise ValueError(f"{path}: the tensors are not those that the metadata describes: {error!r}") from error
+        return cache
+
+    def _restore(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        self.may_grow, self._even, self._longest = facts["may_grow"], facts["even"], facts["longest"]
+        self._columns, self._most_columns = facts["columns"], facts["most_columns"]
+        self.stats = SkipStats(**facts["stats"])
+        self._lengths = tensors.get("lengths")
+        if self.store is not None or self._evicting is not None:
+            (self.store or self._evicting).restore(tensors, facts["storage"])
+            return
+        self._capacity = max(self.max_length or 0, self._longest)
+        self._segments = [self._allocate(layer, tensors[f"layers.{layer}.0"]) for layer in range(self._num_layers)]
+        for index, segments in enumerate(self._segments):
+            for number, part in enumerate(self._parts(segments)):
+                held = tensors[f"layers.{index}.{number}"]
+                if part.data.numel():
+                    part.rectangle[:, :, : held.shape[2]].copy_(held)
 
     # ------------------------------------------------------------------ storage
 

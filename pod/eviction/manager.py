@@ -21,6 +21,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ from pod_kernels import PackedLayer, Segments, attention_weights, packed_attenti
 from pod_kernels.cached import MAX_LOGITS
 
 Unit = tuple[int, int]  # anchor layer, KV head
+NEAR = ("near_keys", "near_positions", "near_slots")
 
 
 @dataclass
@@ -188,6 +190,51 @@ class EvictingStorage:
         for table in self.tables.values():
             tensors += [table.slots.data] + ([] if table.scores is None else [table.scores.data])
         return tensors
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """What `restore` needs, between two forwards: tensors by name, and what else there is as JSON."""
+        tensors, layers, tables = {}, [], {}
+        for index, layer in enumerate(self.layers):
+            layers.append({"sizes": layer.values.sizes, "near_room": layer.near_room})
+            tensors |= {f"layers.{index}.values": layer.values.data, f"layers.{index}.keys": layer.keys.data}
+            tensors |= {f"layers.{index}.{name}": getattr(layer, name) for name in NEAR}
+        for index, table in self.tables.items():
+            tables[index] = {name: getattr(table, name) for name in ("heads", "held", "budgets", "room", "has_holes")}
+            tensors[f"tables.{index}.slots"] = table.slots.data
+            if table.scores is not None:
+                tensors[f"tables.{index}.scores"] = table.scores.data
+        flags = {name: getattr(self, name) for name in ("is_frozen", "is_settled", "decoded", "added")}
+        return tensors, {"layers": layers, "tables": tables, "flags": flags}
+
+    def restore(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        """Become the storage whose `state` this is; this one is empty and of the same method and model."""
+        for index, layer in enumerate(facts["layers"]):
+            near = {name: tensors[f"layers.{index}.{name}"] for name in NEAR}
+            batch, anchors = near["near_positions"].shape[1], self.num_anchors[index]
+            self.layers[index] = Layer(
+                order=self.orders[index],
+                num_anchors=anchors,
+                values=_restored(layer["sizes"], batch, tensors[f"layers.{index}.values"]),
+                keys=_restored(layer["sizes"][:anchors], batch, tensors[f"layers.{index}.keys"]),
+                sink_size=self.config.sink_size,
+                recent_size=self.config.recent_size,
+                near_room=layer["near_room"],
+                **near,
+            )
+        for name, table in facts["tables"].items():
+            sizes = facts["layers"][int(name)]["sizes"][: len(table["heads"])]
+            scores = tensors.get(f"tables.{name}.scores")
+            self.tables[int(name)] = Table(
+                heads=tuple(table["heads"]),
+                slots=_restored(sizes, batch, tensors[f"tables.{name}.slots"]),
+                scores=None if scores is None else _restored(sizes, batch, scores),
+                held=table["held"],
+                budgets=table["budgets"],
+                room=table["room"],
+                has_holes=table["has_holes"],
+            )
+        for name, value in facts["flags"].items():
+            setattr(self, name, value)
 
     def positions(self, layer: int) -> Tensor:
         """[B, H_kv, n] int64 in ascending order, -1 behind them."""
@@ -882,6 +929,12 @@ def _views(segments: Segments) -> Iterator[tuple[tuple[slice, slice, slice], Ten
     for piece in segments.pieces(0):
         heads, rows = slice(piece.head, piece.head + piece.heads), slice(piece.row, piece.row + piece.rows)
         yield (heads, rows, slice(piece.capacity)), segments.view(piece)[..., 0]
+
+
+def _restored(sizes: list[list[int]], batch: int, data: Tensor) -> Segments:
+    segments = Segments.packed(sizes, batch, data.shape[1], dtype=data.dtype, device=data.device)
+    segments.data.copy_(data)
+    return segments
 
 
 def _add(segments: Segments, more: Tensor) -> None:

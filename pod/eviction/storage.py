@@ -7,6 +7,7 @@ lowest up, then `finish`. Quest, which drops nothing, makes no store: the cache'
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,6 +99,14 @@ class Store(ABC):
     @abstractmethod
     def select(self, rows: Tensor) -> None:
         """Keep the rows `rows` [n] int64, in that order."""
+
+    @abstractmethod
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """What `restore` needs, between two forwards: tensors by name, and what else there is as JSON."""
+
+    @abstractmethod
+    def restore(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        """Become the store whose `state` this is; this one is empty and of the same policy and model."""
 
     @abstractmethod
     def reset(self) -> None:
