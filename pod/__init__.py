@@ -7,6 +7,7 @@ from pod.blocks import LayerBlocks
 from pod.cache import PodCache
 from pod.config import PodLlamaConfig, PodMistralConfig, PodQwen2Config, PodQwen3Config
 from pod.model import PodLlamaForCausalLM, PodMistralForCausalLM, PodQwen2ForCausalLM, PodQwen3ForCausalLM, convert
+from pod_kernels import Quantization
 
 # These bring lightning: loaded when first used, so that `import pod` stays light.
 _LAZY = {"PodDataModule": "pod.data", "PodModule": "pod.module", "UlyssesDeepSpeedStrategy": "pod.strategy"}
@@ -31,6 +32,7 @@ __all__ = [
     "PodQwen2ForCausalLM",
     "PodQwen3Config",
     "PodQwen3ForCausalLM",
+    "Quantization",
     "UlyssesDeepSpeedStrategy",
     "convert",
     "eviction",

@@ -12,7 +12,7 @@ from each row's first real token. Blocks of one layer make this an ordinary cach
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,8 @@ from pod.eviction.storage import Rotary, StoragePolicy, Store, strides
 from pod.eviction.streaming import WindowAttention
 from pod_kernels import (
     LayerSegments,
+    Quantization,
+    QuantizedSegments,
     Segments,
     SkipStats,
     cached_attention,
@@ -77,13 +79,18 @@ class PodCache(Cache):
         tau: early skip: at decode, in layers that are no anchors, a query head whose gate is at least tau leaves the
             distant tokens out, 0 to 1; the config's when None, and if that is None too, nothing is skipped.
         crop_slack: how many of the last tokens `crop` can take back (rejected draft tokens).
+        quantization: stores values and distant keys in 8 or 4 bits, but for the last tokens, as
+            `pod.Quantization(bits=4)` says; own keys of proximal tokens stay as they are. A forward of several tokens
+            into an empty cache attends in full precision; every other one makes one layer at a time full and reads
+            that. None stores all as it comes.
 
     Attributes:
         stats: what tau decided and left unread since the cache was empty, a `pod_kernels.SkipStats`.
 
     Raises:
         ValueError: `config` is not a PoD config; a size is out of range; the budget is below what is always kept; tau
-            with eviction.
+            with eviction; quantization with tau, with a method that evicts while decoding, shares a budget between
+            layers or organises storage, or with less than `crop_slack` tokens of `residual`.
     """
 
     def __init__(
@@ -93,6 +100,7 @@ class PodCache(Cache):
         eviction: Eviction | StoragePolicy | None = None,
         tau: float | None = None,
         crop_slack: int = 64,
+        quantization: Quantization | None = None,
     ) -> None:
         super().__init__(layers=[])
         if not hasattr(config, "share") or not hasattr(config, "blocks"):
@@ -134,6 +142,7 @@ class PodCache(Cache):
             tuple(g for g in range(self._num_kv_heads) if (i, g) in later[i]) for i in range(self._num_layers)
         ]
         self._segments: list[LayerSegments] = []
+        self._full: LayerSegments | None = None  # the layer at hand, where the others are quantised
         self._workspace: Tensor | None = None
         self._lengths: Tensor | None = None  # [B] real tokens of each row; the segments share this tensor
         self._longest = 0
@@ -154,6 +163,9 @@ class PodCache(Cache):
                 raise ValueError("a model with share='window' keeps its window alone: make its cache without eviction")
             eviction = WindowAttention()
         self.eviction = eviction
+        self.quantization = quantization
+        if quantization is not None:
+            _check_quantization(quantization, self.tau, eviction, crop_slack)
         self._evicting: EvictingStorage | None = None
         self.store: Store | None = None
         self._quest = eviction if isinstance(eviction, Quest) else None
@@ -161,7 +173,9 @@ class PodCache(Cache):
             # It organises storage itself and does all of the work: what follows here is then unused.
             self.store = eviction.make_store(config, self.blocks)
         elif eviction is not None:
-            self._evicting = EvictingStorage(config, eviction, self._orders, self._num_anchors, max_length, crop_slack)
+            self._evicting = EvictingStorage(
+                config, eviction, self._orders, self._num_anchors, max_length, crop_slack, quantization
+            )
 
     # ------------------------------------------------------------------ what transformers asks
 
@@ -225,7 +239,7 @@ class PodCache(Cache):
     def expected_nbytes(self, length: int, batch: int = 1, itemsize: int = 2) -> int:
         """Bytes by the formula of this module for `length` tokens in each of `batch` rows, none of them evicted.
 
-        Quest's pages, two vectors each, are in it.
+        Quest's pages, two vectors each, are in it, and quantization's scales and open groups.
         """
         near = min(length, self.config.sink_size + self.config.recent_size + self.crop_slack)
         total = self._num_layers * self._num_kv_heads
@@ -233,6 +247,11 @@ class PodCache(Cache):
             length = self.config.sink_size + self.config.recent_size - 1
         anchors = sum(self._num_anchors)
         vectors = total * length + anchors * length + (total - anchors) * near
+        if self.quantization is not None:
+            spec, dim = self.quantization, self.config.head_dim
+            stored = total * spec.nbytes(spec.rounded(length), dim, itemsize, is_key=False)
+            stored += anchors * spec.nbytes(spec.rounded(length), dim, itemsize, is_key=True)
+            return batch * (stored + (total - anchors) * near * dim * itemsize)
         if self._quest is not None:
             vectors += 2 * anchors * self._quest.pages(length)
         return batch * self.config.head_dim * itemsize * vectors
@@ -243,7 +262,7 @@ class PodCache(Cache):
             return self._evicting.storages()
         if self.store is not None:
             return self.store.storages()
-        return [part.data for segments in self._segments for part in self._parts(segments)]
+        return [one for segments in self._segments for part in self._parts(segments) for one in part.tensors()]
 
     def positions(self, layer: int) -> Tensor:
         """Positions whose values are kept.
@@ -329,6 +348,10 @@ class PodCache(Cache):
             raise ValueError(
                 f"this cache was made for another model: it has {ours} and {self.blocks}, the model has {theirs} and "
                 f"{config.blocks}. Make one with pod.PodCache(model.config)."
+            )
+        if self.quantization is not None and self._step is not None:
+            raise ValueError(
+                "the last forward broke off, and some layers have quantised its tokens: call cache.reset()"
             )
         if self.store is not None:
             self.store.begin(inputs, mask, rotary)
@@ -417,11 +440,28 @@ class PodCache(Cache):
         if self._evicting is not None:
             out = self._evicting.attend(layer, q, k, v, q_distant, k_distant, scale)
             return out if step.is_first or not v.requires_grad else _CacheBoundary.apply(out, v)
+        out = self._attend(layer, q, k, v, q_distant, k_distant, scale)
+        if self.quantization is not None:
+            self._put_to_rest(layer)
+        return out if step.is_first or not v.requires_grad else _CacheBoundary.apply(out, v)
+
+    def _attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_distant: Tensor | None,
+        k_distant: Tensor | None,
+        scale: float,
+    ) -> Tensor:
+        """`attend` on the cache's own storage; quantised parts of this layer are left in full precision."""
+        step = self._step
         count = q.shape[2]
         # Several queries of a filled cache still need ring entries that their own keys will push out.
         is_single = count == 1
         new_keys = self.write(layer, k, v, near=is_single or step.is_first)
-        segments = self._segments[layer]
+        segments = self._full or self._segments[layer]
         if step.is_first:
             real = None if step.even else (step.positions >= 0).sum(dim=1)
             return shared_score_attention(
@@ -441,7 +481,7 @@ class PodCache(Cache):
         if self._quest is not None and is_single and not self._in_prefill:
             self._choose_pages(layer, q)
             if layer >= self._quest.dense_layers:
-                out = paged_attention(
+                return paged_attention(
                     q,
                     segments,
                     torch.stack([step.read[int(self.blocks.anchors[layer, head]), head] for head in segments.order]),
@@ -451,7 +491,6 @@ class PodCache(Cache):
                     distant_keys=() if uses_scores else tuple(self._anchor_keys(layer, head) for head in shared),
                     scale=scale,
                 )
-                return out if not v.requires_grad else _CacheBoundary.apply(out, v)
         out = cached_attention(
             q,
             segments,
@@ -471,7 +510,7 @@ class PodCache(Cache):
         )
         if not is_single:
             self._write_near(segments, new_keys, step)
-        return out if not v.requires_grad else _CacheBoundary.apply(out, v)
+        return out
 
     def write(self, layer: int, k: Tensor, v: Tensor, near: bool = True) -> Tensor:
         """Store one layer's keys and values of the forward that `begin` opened; `attend` calls it.
@@ -487,6 +526,8 @@ class PodCache(Cache):
         step = self._step
         self._reserve(step.length, k)
         segments = self._segments[layer]
+        if self.quantization is not None:
+            segments = self._full = replace(segments, values=segments.values.full(), keys=segments.keys.full())
         stored_k = segments.stored(k.detach().transpose(0, 1))  # [H_kv, B, T, D]
         own = stored_k[segments.num_anchors :]
         self._write(segments.values, segments.stored(v.detach().transpose(0, 1)), step)
@@ -535,7 +576,7 @@ class PodCache(Cache):
         if self._evicting is not None:
             self._evicting.select_rows(rows)
             return
-        self._rebuild(lambda old, new: new.copy_(old[:, rows]))
+        self._rebuild(lambda old, new: new.copy_(old[:, rows]), rows.tolist())
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last tokens of every row (rejected drafts).
@@ -598,6 +639,8 @@ class PodCache(Cache):
             "may_grow": self.may_grow,
             "crop_slack": self.crop_slack,
             "tau": self.tau,
+            "quantization": None if self.quantization is None else asdict(self.quantization),
+            "capacity": self._capacity,
             "eviction": None if self.eviction is None or is_window else unparse(self.eviction),
             "columns": self._columns,
             "most_columns": self._most_columns,
@@ -612,7 +655,10 @@ class PodCache(Cache):
         for index, segments in enumerate(self._segments):
             for number, part in enumerate(self._parts(segments)):
                 used = self._quest.pages(self._longest) if number == PAGES else self._longest
-                tensors[f"layers.{index}.{number}"] = part.rectangle[:, :, :used]
+                if isinstance(part, QuantizedSegments):
+                    tensors |= part.named(f"layers.{index}.{number}")
+                else:
+                    tensors[f"layers.{index}.{number}"] = part.rectangle[:, :, :used]
         write_cache(path, tensors, facts, self.config)
 
     @classmethod
@@ -633,7 +679,8 @@ class PodCache(Cache):
         tensors, facts = read_cache(path, config, device)
         try:
             eviction = None if facts["eviction"] is None else parse(facts["eviction"])
-            cache = cls(config, facts["max_length"], eviction, facts["tau"], facts["crop_slack"])
+            quantization = facts["quantization"] and Quantization(**facts["quantization"])
+            cache = cls(config, facts["max_length"], eviction, facts["tau"], facts["crop_slack"], quantization)
             cache._restore(tensors, facts)
         except (KeyError, IndexError, TypeError, RuntimeError) as error:
             raise ValueError(f"{path}: the tensors are not those that the metadata describes: {error!r}") from error
@@ -647,11 +694,17 @@ class PodCache(Cache):
         if self.store is not None or self._evicting is not None:
             (self.store or self._evicting).restore(tensors, facts["storage"])
             return
-        self._capacity = max(self.max_length or 0, self._longest)
-        self._segments = [self._allocate(layer, tensors[f"layers.{layer}.0"]) for layer in range(self._num_layers)]
+        # What grew is not written where slots are positions; groups are written whole.
+        self._capacity = facts["capacity"] if self.quantization else max(self.max_length or 0, self._longest)
+        self._segments = [self._allocate(layer, tensors[f"layers.{layer}.2"]) for layer in range(self._num_layers)]
         for index, segments in enumerate(self._segments):
             for number, part in enumerate(self._parts(segments)):
-                held = tensors[f"layers.{index}.{number}"]
+                name = f"layers.{index}.{number}"
+                if isinstance(part, QuantizedSegments):
+                    for own, held in zip(part.tensors(), part.named(name), strict=True):
+                        own.copy_(tensors[held])
+                    continue
+                held = tensors[name]
                 if part.data.numel():
                     part.rectangle[:, :, : held.shape[2]].copy_(held)
 
@@ -670,14 +723,23 @@ class PodCache(Cache):
         anchors = self._num_anchors[layer]
         others = self._num_kv_heads - anchors
         pages = None
+
+        def stored(heads: int, is_key: bool) -> Segments | QuantizedSegments:
+            if self.quantization is None:
+                return Segments.allocate(heads=heads, capacity=self._capacity, **kwargs)
+            batch = self._lengths.shape[0]
+            sizes = [[self.quantization.rounded(self._capacity)] * batch] * heads
+            where = {"dtype": like.dtype, "device": like.device}
+            return QuantizedSegments.allocate(self.quantization, is_key, sizes, batch, like.shape[-1], **where)
+
         if self._quest is not None:
             paged = kwargs | {"dim": 2 * like.shape[-1]}
             pages = Segments.allocate(heads=anchors, capacity=self._quest.pages(self._capacity), **paged)
         return LayerSegments(
             order=self._orders[layer],
             num_anchors=anchors,
-            values=Segments.allocate(heads=self._num_kv_heads, capacity=self._capacity, **kwargs),
-            keys=Segments.allocate(heads=anchors, capacity=self._capacity, **kwargs),
+            values=stored(self._num_kv_heads, is_key=False),
+            keys=stored(anchors, is_key=True),
             near=Segments.allocate(heads=others, capacity=self._near_capacity(), **kwargs),
             sink_size=self.config.sink_size,
             recent_size=self.config.recent_size,
@@ -696,12 +758,14 @@ class PodCache(Cache):
         self._capacity = length + length // 8
         self._rebuild(lambda old, new: new[:, :, : old.shape[2]].copy_(old))
 
-    def _rebuild(self, fill) -> None:
-        """Allocate anew, layer by layer, and fill each part from its predecessor."""
+    def _rebuild(self, fill, rows: list[int] | None = None) -> None:
+        """Allocate anew, layer by layer, and fill each part from its predecessor; `rows` when these are chosen."""
         for index, old in enumerate(self._segments):
-            new = self._allocate(index, old.values.data)
+            new = self._allocate(index, old.near.data)
             for old_part, new_part in zip(self._parts(old), self._parts(new), strict=True):
-                if old_part.data.numel():
+                if isinstance(old_part, QuantizedSegments):
+                    new_part.take(old_part, rows)
+                elif old_part.data.numel():
                     fill(old_part.rectangle, new_part.rectangle)
             self._segments[index] = new
         self._workspace = None
@@ -730,7 +794,16 @@ class PodCache(Cache):
 
     def _anchor_keys(self, layer: int, head: int) -> tuple[Segments, int]:
         anchor = int(self.blocks.anchors[layer, head])
-        return self._segments[anchor].keys, self._segments[anchor].order.index(head)
+        keys, place = self._segments[anchor].keys, self._segments[anchor].order.index(head)
+        return (keys, place) if self.quantization is None else (keys.full(place), 0)
+
+    def _put_to_rest(self, layer: int) -> None:
+        """Quantise what the forward has written, and let go of the layer in full precision."""
+        step, full, segments = self._step, self._full, self._segments[layer]
+        used = torch.maximum(step.before, step.positions[:, -1] + 1)
+        for rest, written in ((segments.values, full.values), (segments.keys, full.keys)):
+            rest.absorb(written, used.repeat(len(rest.sizes)))
+        self._full = None
 
     @staticmethod
     def _write(part: Segments, new: Tensor, step: Step) -> None:
@@ -785,6 +858,32 @@ class _CacheBoundary(torch.autograd.Function):
         raise RuntimeError(
             "gradients do not flow through tokens that a cache holds: pass the whole sequence at once with "
             "use_cache=False, or decode under torch.no_grad()"
+        )
+
+
+def _check_quantization(
+    spec: Quantization, tau: float | None, eviction: Eviction | StoragePolicy | None, crop_slack: int
+) -> None:
+    if not isinstance(spec, Quantization):
+        raise ValueError(f"quantization must be such as pod.Quantization(bits=4), got {spec!r}")
+    if tau is not None:
+        raise ValueError(f"tau={tau} cannot be combined with quantization: every value is read to be made full")
+    name = type(eviction).__name__
+    if isinstance(eviction, StoragePolicy):
+        raise ValueError(f"quantization cannot be combined with {name}, which organises storage or pages itself")
+    if eviction is not None and eviction.when and eviction.query_aware:
+        raise ValueError(
+            f"quantization cannot be combined with {name}, which evicts while decoding: a quantised token cannot be "
+            "replaced by another. Make it with query_aware=False, or choose SnapKV, PyramidKV or AdaKV"
+        )
+    if eviction is not None and eviction.preference_window:
+        raise ValueError(
+            f"quantization cannot be combined with {name}, which takes tokens from layers that are quantised already"
+        )
+    if spec.residual < crop_slack:
+        raise ValueError(
+            f"quantization keeps {spec.residual} tokens in full precision (residual), but crop_slack is {crop_slack}: "
+            "what is quantised cannot be taken back. Lower crop_slack, or raise residual"
         )
 
 

@@ -144,6 +144,14 @@ class Segments:
         capacity = self.data.shape[0] // max(1, batch * heads)
         return self.data.view(heads, batch, capacity, self.data.shape[1])
 
+    def named(self, name: str) -> dict[str, Tensor]:
+        """The vectors under `name`."""
+        return {name: self.data}
+
+    def tensors(self) -> list[Tensor]:
+        """What the vectors lie in."""
+        return [self.data]
+
     def nbytes(self) -> int:
         """Bytes of the storage, used or not."""
         return self.data.untyped_storage().nbytes()
@@ -178,7 +186,7 @@ class LayerSegments:
 
     def __post_init__(self) -> None:
         if list(self.order) != sorted(self.order):
-            self.index = torch.tensor(self.order, device=self.values.data.device)
+            self.index = torch.tensor(self.order, device=self.near.data.device)
             self.inverse = self.index.argsort()
 
     def stored(self, states: Tensor) -> Tensor:
