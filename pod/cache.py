@@ -151,6 +151,7 @@ class PodCache(Cache):
         self._capacity = 0
         self._even = True
         self._in_prefill = False
+        self.fed_before = 0  # columns that assisted decoding, which begins with all ids, must leave out once
         self._step: Step | None = None
         self._new_columns = self._left_out = 0  # what the next `finish` counts, with a store
         if eviction is not None and not isinstance(eviction, Eviction | StoragePolicy):

@@ -402,6 +402,12 @@ class EvictingStorage:
             raise ValueError("cannot take back tokens inside cache.prefill(): close it first")
         if self.evicts_at_steps:
             raise ValueError(f"{name} evicts while decoding: what it dropped for the last tokens cannot be taken back")
+        if removed > self.added and self.is_frozen:
+            raise ValueError(
+                f"cannot take back {removed} tokens: they were in the prefill that {name} evicted from, {self.added} "
+                "tokens ago. With an assistant_model, whose first drafts come with the prompt, run the prompt through "
+                "the model with this cache before generate"
+            )
         if removed > self.added:
             raise ValueError(
                 f"cannot take back {removed} tokens: {name} evicted after the prefill, {self.added} tokens ago, with "
