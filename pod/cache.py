@@ -6,7 +6,8 @@ and a ring of the last `recent_size + crop_slack` tokens. With N tokens stored t
     B * D * itemsize * sum over layers and KV heads of [ N + (N if anchor else min(N, sinks + recent + crop_slack)) ]
 
 Rows are packed: slot p of a row holds its p-th real token, so left padding is not stored, and sinks and recency count
-from each row's first real token. Blocks of one layer make this an ordinary cache of a dense model.
+from each row's first real token. Blocks of one layer make this an ordinary cache of a dense model. Quantised, values
+and distant keys take what `pod_kernels.quantized` says.
 """
 
 import os
@@ -547,6 +548,7 @@ class PodCache(Cache):
         if self.store is not None:
             self.store.reset()
         self._segments = []
+        self._full = None
         self._workspace = self._lengths = self._step = None
         self._longest = self._columns = self._most_columns = self._capacity = 0
         self._even = True
