@@ -6,9 +6,10 @@
 Quality is pass-key accuracy (the question is in the observation window) and bits per byte of held-out text that goes
 through the cache --stream tokens at a time. Bytes are measured on the cache's storages at the end of a prompt with its
 answer, and at the end of a text. A budget counts every kept token: Cascade's sinks, which come on top of its own
-budget, are taken off it, so that all methods keep equally many. Writes trade_off.json after every point, then
-trade_off.md and trade_off.png; the same command goes on where a killed run stopped, and one with more methods,
-budgets or checkpoints keeps the points that are there.
+budget, are taken off it, so that all methods keep equally many. Quest keeps all and reads a budget's worth, at decoded
+tokens only: it shows in the pass keys, its bits per byte are those without eviction. Writes trade_off.json after
+every point, then trade_off.md and trade_off.png; the same command goes on where a killed run stopped, and one with
+more methods, budgets or checkpoints keeps the points that are there.
 """
 
 import argparse
@@ -33,8 +34,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from passkey import default_text, label_of, numbers  # noqa: E402
 from perplexity import stretches, token_ids  # noqa: E402
 
-# As many sinks in the two that keep them, so that only what they keep of the rest differs.
-METHODS = "snapkv+pyramidkv+adakv+sagekv+h2o+tova+cake+streamingllm:sinks=16+cascade:sinks=16"
+# As many sinks in the three that keep them, so that only what they keep of the rest differs.
+METHODS = "snapkv+pyramidkv+adakv+sagekv+h2o+tova+cake+quest+streamingllm:sinks=16+lminfinite:sinks=16+cascade:sinks=16"
 
 Method = eviction.Eviction | eviction.StoragePolicy
 

@@ -14,6 +14,7 @@ from pod.model import (
     PodQwen3ForCausalLM,
     convert,
 )
+from pod_kernels import Quantization
 
 # These bring lightning: loaded when first used, so that `import pod` stays light.
 _LAZY = {"PodDataModule": "pod.data", "PodModule": "pod.module", "UlyssesDeepSpeedStrategy": "pod.strategy"}
@@ -40,6 +41,7 @@ __all__ = [
     "PodQwen2ForCausalLM",
     "PodQwen3Config",
     "PodQwen3ForCausalLM",
+    "Quantization",
     "UlyssesDeepSpeedStrategy",
     "convert",
     "eviction",

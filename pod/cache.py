@@ -9,13 +9,16 @@ Under `share: kv` the anchor heads keep their values too, the others nothing at 
 each anchor head. A layer reads the segments of its anchors.
 
 Rows are packed: slot p of a row holds its p-th real token, so left padding is not stored, and sinks and recency count
-from each row's first real token. Blocks of one layer make this an ordinary cache of a dense model.
+from each row's first real token. Blocks of one layer make this an ordinary cache of a dense model. Quantised, values
+and distant keys take what `pod_kernels.quantized` says.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,12 +26,27 @@ from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 
 from pod.blocks import LayerBlocks
+from pod.cache_file import read_cache, write_cache
+from pod.eviction import parse, unparse
 from pod.eviction.base import Eviction
 from pod.eviction.manager import EvictingStorage
+from pod.eviction.quest import Quest
 from pod.eviction.storage import Rotary, StoragePolicy, Store, strides
 from pod.eviction.streaming import WindowAttention
-from pod_kernels import LayerSegments, Segments, SkipStats, cached_attention, shared_score_attention
+from pod_kernels import (
+    LayerSegments,
+    Quantization,
+    QuantizedSegments,
+    Segments,
+    SkipStats,
+    cached_attention,
+    paged_attention,
+    refresh_pages,
+    shared_score_attention,
+)
 from pod_kernels.cached import Masks
+
+PAGES = 3  # the place of a layer's pages among its parts
 
 
 @dataclass
@@ -42,6 +60,7 @@ class Step:
         even: every row has the same tokens, none of them padding.
         is_first: the cache was empty.
         masks: what the layers' attention has in common.
+        read: with Quest, the positions [B, R] that the blocks up to now read, by anchor layer and KV head.
     """
 
     positions: Tensor
@@ -50,6 +69,7 @@ class Step:
     even: bool
     is_first: bool
     masks: Masks = field(default_factory=dict)
+    read: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
 
 class PodCache(Cache):
@@ -60,17 +80,23 @@ class PodCache(Cache):
         max_length: tokens that each row will reach. Storage is then allocated once; without it, storage grows by an
             eighth when full. `generate` sets it. Methods that organise storage need none: theirs has a fixed size.
         eviction: a method of `pod.eviction`, such as `SnapKV(budget=4096)`; None keeps every token. What is stored then
-            is described in `pod.eviction.manager` and `pod.eviction.storage`.
+            is described in `pod.eviction.manager` and `pod.eviction.storage`; with Quest it is everything, and pages.
         tau: early skip: at decode, in layers that are no anchors, a query head whose gate is at least tau leaves the
             distant tokens out, 0 to 1; the config's when None, and if that is None too, nothing is skipped.
         crop_slack: how many of the last tokens `crop` can take back (rejected draft tokens).
+        quantization: stores values and distant keys in 8 or 4 bits, but for the last tokens, as
+            `pod.Quantization(bits=4)` says; own keys of proximal tokens stay as they are. A forward of several tokens
+            into an empty cache attends in full precision; every other one makes one layer at a time full and reads
+            that. None stores all as it comes.
 
     Attributes:
         stats: what tau decided and left unread since the cache was empty, a `pod_kernels.SkipStats`.
 
     Raises:
         ValueError: `config` is not a PoD config; a size is out of range; the budget is below what is always kept; tau
-            with eviction; tau or eviction with `share: kv`.
+            with eviction; tau, eviction or quantization with `share: kv`; quantization with tau, with a method that
+            evicts while decoding, shares a budget between layers or organises storage, or with less than `crop_slack`
+            tokens of `residual`.
     """
 
     def __init__(
@@ -80,6 +106,7 @@ class PodCache(Cache):
         eviction: Eviction | StoragePolicy | None = None,
         tau: float | None = None,
         crop_slack: int = 64,
+        quantization: Quantization | None = None,
     ) -> None:
         super().__init__(layers=[])
         if not hasattr(config, "share") or not hasattr(config, "blocks"):
@@ -100,12 +127,13 @@ class PodCache(Cache):
                 + (" (the model's config sets tau: config.tau = None takes it away)" if tau is None else "")
             )
         self._shares_kv = config.share == "kv"
-        if self._shares_kv and (self.tau is not None or eviction is not None):
-            unwanted = "tau" if eviction is None else "eviction"
-            raise ValueError(
-                f"{unwanted} cannot be combined with share='kv': PoD's blocks share scores, by which it decides, and "
-                f"cross-layer attention shares none. Make the cache without {unwanted}"
-            )
+        choices = {"tau": self.tau, "eviction": eviction, "quantization": quantization}
+        for name, value in choices.items() if self._shares_kv else ():
+            if value is not None:
+                raise ValueError(
+                    f"{name} cannot be combined with share='kv', cross-layer attention, whose layers share keys and "
+                    f"values and no scores. Make the cache without {name}"
+                )
         self.stats = SkipStats()
         self.config = config
         self.max_length = max_length
@@ -131,6 +159,7 @@ class PodCache(Cache):
             tuple(g for g in range(self._num_kv_heads) if (i, g) in later[i]) for i in range(self._num_layers)
         ]
         self._segments: list[LayerSegments] = []
+        self._full: LayerSegments | None = None  # the layer at hand, where the others are quantised
         self._workspace: Tensor | None = None
         self._lengths: Tensor | None = None  # [B] real tokens of each row; the segments share this tensor
         self._longest = 0
@@ -139,6 +168,7 @@ class PodCache(Cache):
         self._capacity = 0
         self._even = True
         self._in_prefill = False
+        self.fed_before = 0  # columns that assisted decoding, which begins with all ids, must leave out once
         self._step: Step | None = None
         self._new_columns = self._left_out = 0  # what the next `finish` counts, with a store
         if eviction is not None and not isinstance(eviction, Eviction | StoragePolicy):
@@ -151,13 +181,19 @@ class PodCache(Cache):
                 raise ValueError("a model with share='window' keeps its window alone: make its cache without eviction")
             eviction = WindowAttention()
         self.eviction = eviction
+        self.quantization = quantization
+        if quantization is not None:
+            _check_quantization(quantization, self.tau, eviction, crop_slack)
         self._evicting: EvictingStorage | None = None
         self.store: Store | None = None
+        self._quest = eviction if isinstance(eviction, Quest) else None
         if isinstance(eviction, StoragePolicy):
             # It organises storage itself and does all of the work: what follows here is then unused.
             self.store = eviction.make_store(config, self.blocks)
         elif eviction is not None:
-            self._evicting = EvictingStorage(config, eviction, self._orders, self._num_anchors, max_length, crop_slack)
+            self._evicting = EvictingStorage(
+                config, eviction, self._orders, self._num_anchors, max_length, crop_slack, quantization
+            )
 
     # ------------------------------------------------------------------ what transformers asks
 
@@ -219,7 +255,10 @@ class PodCache(Cache):
         return sum(part.nbytes() for segments in self._segments for part in self._parts(segments))
 
     def expected_nbytes(self, length: int, batch: int = 1, itemsize: int = 2) -> int:
-        """Bytes by the formula of this module for `length` tokens in each of `batch` rows, none of them evicted."""
+        """Bytes by the formula of this module for `length` tokens in each of `batch` rows, none of them evicted.
+
+        Quest's pages, two vectors each, are in it, and quantization's scales and open groups.
+        """
         near = min(length, self.config.sink_size + self.config.recent_size + self.crop_slack)
         total = self._num_layers * self._num_kv_heads
         if self.config.share == "window":
@@ -227,7 +266,15 @@ class PodCache(Cache):
         anchors = sum(self._num_anchors)
         if self._shares_kv:
             return batch * self.config.head_dim * itemsize * 2 * anchors * length
-        return batch * self.config.head_dim * itemsize * (total * length + anchors * length + (total - anchors) * near)
+        vectors = total * length + anchors * length + (total - anchors) * near
+        if self.quantization is not None:
+            spec, dim = self.quantization, self.config.head_dim
+            stored = total * spec.nbytes(spec.rounded(length), dim, itemsize, is_key=False)
+            stored += anchors * spec.nbytes(spec.rounded(length), dim, itemsize, is_key=True)
+            return batch * (stored + (total - anchors) * near * dim * itemsize)
+        if self._quest is not None:
+            vectors += 2 * anchors * self._quest.pages(length)
+        return batch * self.config.head_dim * itemsize * vectors
 
     def storages(self) -> list[Tensor]:
         """Every tensor that `nbytes` counts."""
@@ -235,7 +282,7 @@ class PodCache(Cache):
             return self._evicting.storages()
         if self.store is not None:
             return self.store.storages()
-        return [part.data for segments in self._segments for part in self._parts(segments)]
+        return [one for segments in self._segments for part in self._parts(segments) for one in part.tensors()]
 
     def positions(self, layer: int) -> Tensor:
         """Positions whose values are kept, in the layer or, under `share: kv`, in its anchors.
@@ -322,6 +369,10 @@ class PodCache(Cache):
             raise ValueError(
                 f"this cache was made for another model: it has {ours} and {self.blocks}, the model has {theirs} and "
                 f"{config.blocks}. Make one with pod.PodCache(model.config)."
+            )
+        if self.quantization is not None and self._step is not None:
+            raise ValueError(
+                "the last forward broke off, and some layers have quantised its tokens: call cache.reset()"
             )
         if self.store is not None:
             self.store.begin(inputs, mask, rotary)
@@ -412,11 +463,28 @@ class PodCache(Cache):
         if self._evicting is not None:
             out = self._evicting.attend(layer, q, k, v, q_distant, k_distant, scale)
             return out if step.is_first or not v.requires_grad else _CacheBoundary.apply(out, v)
+        out = self._attend(layer, q, k, v, q_distant, k_distant, scale)
+        if self.quantization is not None:
+            self._put_to_rest(layer)
+        return out if step.is_first or not v.requires_grad else _CacheBoundary.apply(out, v)
+
+    def _attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_distant: Tensor | None,
+        k_distant: Tensor | None,
+        scale: float,
+    ) -> Tensor:
+        """`attend` on the cache's own storage; quantised parts of this layer are left in full precision."""
+        step = self._step
         count = q.shape[2]
         # Several queries of a filled cache still need ring entries that their own keys will push out.
         is_single = count == 1
         new_keys = self.write(layer, k, v, near=is_single or step.is_first)
-        segments = self._segments[layer]
+        segments = self._full or self._segments[layer]
         if step.is_first:
             real = None if step.even else (step.positions >= 0).sum(dim=1)
             return shared_score_attention(
@@ -436,6 +504,19 @@ class PodCache(Cache):
         q = q.detach()
         shared = segments.order[segments.num_anchors :]
         uses_scores = is_single and self.config.share == "scores"
+        if self._quest is not None and is_single and not self._in_prefill:
+            self._choose_pages(layer, q)
+            if layer >= self._quest.dense_layers:
+                return paged_attention(
+                    q,
+                    segments,
+                    torch.stack([step.read[int(self.blocks.anchors[layer, head]), head] for head in segments.order]),
+                    positions=step.positions,
+                    scores=self._scores(q) if uses_scores else None,
+                    score_heads=self._score_heads[layer],
+                    distant_keys=() if uses_scores else tuple(self._anchor_keys(layer, head) for head in shared),
+                    scale=scale,
+                )
         out = cached_attention(
             q,
             segments,
@@ -455,7 +536,7 @@ class PodCache(Cache):
         )
         if not is_single:
             self._write_near(segments, new_keys, step)
-        return out if not v.requires_grad else _CacheBoundary.apply(out, v)
+        return out
 
     def write(self, layer: int, k: Tensor, v: Tensor, near: bool = True) -> Tensor:
         """Store one layer's keys and values of the forward that `begin` opened; `attend` calls it.
@@ -473,12 +554,17 @@ class PodCache(Cache):
         segments = self._segments[layer]
         if self._shares_kv and segments.num_anchors < k.shape[1]:
             k, v = k[:, self._orders[layer]], v[:, self._orders[layer]]
+        if self.quantization is not None:
+            segments = self._full = replace(segments, values=segments.values.full(), keys=segments.keys.full())
         stored_k = segments.stored(k.detach().transpose(0, 1))  # [H_kv, B, T, D]
         own = stored_k[segments.num_anchors :]
         self._write(segments.values, segments.stored(v.detach().transpose(0, 1)), step)
         self._write(segments.keys, stored_k[: segments.num_anchors], step)
         if near:
             self._write_near(segments, own, step)
+        if segments.pages is not None:
+            after = torch.maximum(step.before, step.positions[:, -1] + 1)
+            self._refresh_pages(segments, step.before, after, step.positions.shape[1])
         return own
 
     # ------------------------------------------------------------------ rows
@@ -488,6 +574,7 @@ class PodCache(Cache):
         if self.store is not None:
             self.store.reset()
         self._segments = []
+        self._full = None
         self._workspace = self._lengths = self._step = None
         self._longest = self._columns = self._most_columns = self._capacity = 0
         self._even = True
@@ -518,7 +605,7 @@ class PodCache(Cache):
         if self._evicting is not None:
             self._evicting.select_rows(rows)
             return
-        self._rebuild(lambda old, new: new.copy_(old[:, rows]))
+        self._rebuild(lambda old, new: new.copy_(old[:, rows]), rows.tolist())
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last tokens of every row (rejected drafts).
@@ -555,12 +642,107 @@ class PodCache(Cache):
         self._columns -= removed
         if self._evicting is not None:
             self._evicting.crop(self._lengths, removed)
+        for segments in self._segments if self._quest is not None else ():
+            self._refresh_pages(segments, (self._lengths - 1).clamp(min=0), self._lengths, 1)
+
+    # ------------------------------------------------------------------ files
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the cache to one safetensors file, so that another process goes on where this one is.
+
+        Tokens, settings (eviction method, tau, crop_slack, max_length) and counts are in it; the model's weights are
+        not, and the file says nothing about them. Unused capacity is not written where slots are positions.
+
+        Args:
+            path: the file; written aside and renamed, so that a reader never meets half of it. Folders are made.
+
+        Raises:
+            ValueError: nothing is stored yet, `prefill()` is open, or a method that `pod.eviction.parse` does not know.
+            OSError: it cannot be written.
+        """
+        if self.batch_size < 0 or self._in_prefill:
+            raise ValueError("a cache is saved when it holds tokens, and outside cache.prefill()")
+        is_window = self.config.share == "window"
+        facts = {
+            "max_length": self.max_length,
+            "may_grow": self.may_grow,
+            "crop_slack": self.crop_slack,
+            "tau": self.tau,
+            "quantization": None if self.quantization is None else asdict(self.quantization),
+            "capacity": self._capacity,
+            "eviction": None if self.eviction is None or is_window else unparse(self.eviction),
+            "columns": self._columns,
+            "most_columns": self._most_columns,
+            "longest": self._longest,
+            "even": self._even,
+            "stats": asdict(self.stats),
+        }
+        tensors = {} if self._lengths is None else {"lengths": self._lengths}
+        if self.store is not None or self._evicting is not None:
+            more, facts["storage"] = (self.store or self._evicting).state()
+            tensors |= more
+        for index, segments in enumerate(self._segments):
+            for number, part in enumerate(self._parts(segments)):
+                used = self._quest.pages(self._longest) if number == PAGES else self._longest
+                if isinstance(part, QuantizedSegments):
+                    tensors |= part.named(f"layers.{index}.{number}")
+                else:
+                    tensors[f"layers.{index}.{number}"] = part.rectangle[:, :, :used]
+        write_cache(path, tensors, facts, self.config)
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike[str], config: PreTrainedConfig, device: str | torch.device = "cpu"
+    ) -> "PodCache":
+        """A cache that `save` wrote, as it was.
+
+        Args:
+            path: the file.
+            config: of the model that filled it.
+            device: where the model is.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: truncated or no cache, or the config is another one; names the file and what differs.
+        """
+        tensors, facts = read_cache(path, config, device)
+        try:
+            eviction = None if facts["eviction"] is None else parse(facts["eviction"])
+            quantization = facts["quantization"] and Quantization(**facts["quantization"])
+            cache = cls(config, facts["max_length"], eviction, facts["tau"], facts["crop_slack"], quantization)
+            cache._restore(tensors, facts)
+        except (KeyError, IndexError, TypeError, RuntimeError) as error:
+            raise ValueError(f"{path}: the tensors are not those that the metadata describes: {error!r}") from error
+        return cache
+
+    def _restore(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        self.may_grow, self._even, self._longest = facts["may_grow"], facts["even"], facts["longest"]
+        self._columns, self._most_columns = facts["columns"], facts["most_columns"]
+        self.stats = SkipStats(**facts["stats"])
+        self._lengths = tensors.get("lengths")
+        if self.store is not None or self._evicting is not None:
+            (self.store or self._evicting).restore(tensors, facts["storage"])
+            return
+        # What grew is not written where slots are positions; groups are written whole.
+        self._capacity = facts["capacity"] if self.quantization else max(self.max_length or 0, self._longest)
+        self._segments = [self._allocate(layer, tensors[f"layers.{layer}.2"]) for layer in range(self._num_layers)]
+        for index, segments in enumerate(self._segments):
+            for number, part in enumerate(self._parts(segments)):
+                name = f"layers.{index}.{number}"
+                if isinstance(part, QuantizedSegments):
+                    for own, held in zip(part.tensors(), part.named(name), strict=True):
+                        own.copy_(tensors[held])
+                    continue
+                held = tensors[name]
+                if part.data.numel():
+                    part.rectangle[:, :, : held.shape[2]].copy_(held)
 
     # ------------------------------------------------------------------ storage
 
     @staticmethod
-    def _parts(segments: LayerSegments) -> tuple[Segments, Segments, Segments]:
-        return segments.values, segments.keys, segments.near
+    def _parts(segments: LayerSegments) -> tuple[Segments, ...]:
+        parts = segments.values, segments.keys, segments.near
+        return parts if segments.pages is None else (*parts, segments.pages)
 
     def _near_capacity(self) -> int:
         return min(self._capacity, self.config.sink_size + self.config.recent_size + self.crop_slack)
@@ -569,15 +751,29 @@ class PodCache(Cache):
         kwargs = {"dim": like.shape[-1], "lengths": self._lengths, "dtype": like.dtype, "device": like.device}
         order, anchors = self._orders[layer], self._num_anchors[layer]
         others = len(order) - anchors
+        pages = None
+
+        def stored(heads: int, is_key: bool) -> Segments | QuantizedSegments:
+            if self.quantization is None:
+                return Segments.allocate(heads=heads, capacity=self._capacity, **kwargs)
+            batch = self._lengths.shape[0]
+            sizes = [[self.quantization.rounded(self._capacity)] * batch] * heads
+            where = {"dtype": like.dtype, "device": like.device}
+            return QuantizedSegments.allocate(self.quantization, is_key, sizes, batch, like.shape[-1], **where)
+
+        if self._quest is not None:
+            paged = kwargs | {"dim": 2 * like.shape[-1]}
+            pages = Segments.allocate(heads=anchors, capacity=self._quest.pages(self._capacity), **paged)
         return LayerSegments(
             order=tuple(range(anchors)) if self._shares_kv else order,
             num_anchors=anchors,
-            values=Segments.allocate(heads=len(order), capacity=self._capacity, **kwargs),
-            keys=Segments.allocate(heads=anchors, capacity=self._capacity, **kwargs),
+            values=stored(len(order), is_key=False),
+            keys=stored(anchors, is_key=True),
             near=Segments.allocate(heads=others, capacity=self._near_capacity(), **kwargs),
             sink_size=self.config.sink_size,
             recent_size=self.config.recent_size,
             ring_size=self.config.recent_size + self.crop_slack,
+            pages=pages,
         )
 
     def _reserve(self, length: int, like: Tensor) -> None:
@@ -591,12 +787,14 @@ class PodCache(Cache):
         self._capacity = length + length // 8
         self._rebuild(lambda old, new: new[:, :, : old.shape[2]].copy_(old))
 
-    def _rebuild(self, fill) -> None:
-        """Allocate anew, layer by layer, and fill each part from its predecessor."""
+    def _rebuild(self, fill, rows: list[int] | None = None) -> None:
+        """Allocate anew, layer by layer, and fill each part from its predecessor; `rows` when these are chosen."""
         for index, old in enumerate(self._segments):
-            new = self._allocate(index, old.values.data)
+            new = self._allocate(index, old.near.data)
             for old_part, new_part in zip(self._parts(old), self._parts(new), strict=True):
-                if old_part.data.numel():
+                if isinstance(old_part, QuantizedSegments):
+                    new_part.take(old_part, rows)
+                elif old_part.data.numel():
                     fill(old_part.rectangle, new_part.rectangle)
             self._segments[index] = new
         self._workspace = None
@@ -630,9 +828,32 @@ class PodCache(Cache):
             )
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
+    def _choose_pages(self, layer: int, q: Tensor) -> None:
+        """Note what the blocks anchored in `layer` read for the queries q [B, H, 1, D]."""
+        segments, step = self._segments[layer], self._step
+        anchors = segments.num_anchors
+        if anchors:
+            asked = segments.stored(q.unflatten(1, (self._num_kv_heads, -1))[:, :, :, 0].transpose(0, 1))[:anchors]
+            read = self._quest.choose(asked, segments.pages.rectangle, step.positions, step.length)
+            step.read.update({(layer, head): read[place] for place, head in enumerate(segments.order[:anchors])})
+
+    def _refresh_pages(self, segments: LayerSegments, before: Tensor, after: Tensor, most: int) -> None:
+        if segments.num_anchors:
+            keys, pages = segments.keys.rectangle, segments.pages.rectangle
+            refresh_pages(pages, keys, before, after, self._quest.page_size, most)
+
     def _anchor_keys(self, layer: int, head: int) -> tuple[Segments, int]:
         anchor = int(self.blocks.anchors[layer, head])
-        return self._segments[anchor].keys, self._segments[anchor].order.index(head)
+        keys, place = self._segments[anchor].keys, self._segments[anchor].order.index(head)
+        return (keys, place) if self.quantization is None else (keys.full(place), 0)
+
+    def _put_to_rest(self, layer: int) -> None:
+        """Quantise what the forward has written, and let go of the layer in full precision."""
+        step, full, segments = self._step, self._full, self._segments[layer]
+        used = torch.maximum(step.before, step.positions[:, -1] + 1)
+        for rest, written in ((segments.values, full.values), (segments.keys, full.keys)):
+            rest.absorb(written, used.repeat(len(rest.sizes)))
+        self._full = None
 
     @staticmethod
     def _write(part: Segments, new: Tensor, step: Step) -> None:
@@ -697,6 +918,32 @@ def _runs(anchors: list[int]) -> list[tuple[int, int, int]]:
         runs.append((anchor, first, len(list(run))))
         first += runs[-1][2]
     return runs
+
+
+def _check_quantization(
+    spec: Quantization, tau: float | None, eviction: Eviction | StoragePolicy | None, crop_slack: int
+) -> None:
+    if not isinstance(spec, Quantization):
+        raise ValueError(f"quantization must be such as pod.Quantization(bits=4), got {spec!r}")
+    if tau is not None:
+        raise ValueError(f"tau={tau} cannot be combined with quantization: every value is read to be made full")
+    name = type(eviction).__name__
+    if isinstance(eviction, StoragePolicy):
+        raise ValueError(f"quantization cannot be combined with {name}, which organises storage or pages itself")
+    if eviction is not None and eviction.when and eviction.query_aware:
+        raise ValueError(
+            f"quantization cannot be combined with {name}, which evicts while decoding: a quantised token cannot be "
+            "replaced by another. Make it with query_aware=False, or choose SnapKV, PyramidKV or AdaKV"
+        )
+    if eviction is not None and eviction.preference_window:
+        raise ValueError(
+            f"quantization cannot be combined with {name}, which takes tokens from layers that are quantised already"
+        )
+    if spec.residual < crop_slack:
+        raise ValueError(
+            f"quantization keeps {spec.residual} tokens in full precision (residual), but crop_slack is {crop_slack}: "
+            "what is quantised cannot be taken back. Lower crop_slack, or raise residual"
+        )
 
 
 def _shape_of(config: PreTrainedConfig) -> str:

@@ -515,6 +515,22 @@ class PodForCausalLM:
         with cache.prefill():
             return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
 
+    def _assisted_decoding(self, input_ids, logits_processor, stopping_criteria, generation_config, *args, **kwargs):
+        # It begins with all ids, whatever the cache holds, and those would be fed a second time.
+        cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
+        length = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
+        if cache is not None and length == input_ids.shape[1]:
+            cache.fed_before = cache.get_seq_length()
+        return super()._assisted_decoding(
+            input_ids, logits_processor, stopping_criteria, generation_config, *args, **kwargs
+        )
+
+    def prepare_inputs_for_generation(self, input_ids, next_sequence_length=None, **kwargs):
+        cache = kwargs.get("past_key_values")
+        if next_sequence_length is None and getattr(cache, "fed_before", 0):
+            next_sequence_length, cache.fed_before = input_ids.shape[1] - cache.fed_before, 0
+        return super().prepare_inputs_for_generation(input_ids, next_sequence_length, **kwargs)
+
     def forward(
         self,
         input_ids: Tensor | None = None,

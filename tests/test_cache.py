@@ -1,5 +1,6 @@
 """The PoD cache: decoding with it equals recomputing without it, its bytes are the formula's, misuse is refused."""
 
+import copy
 from functools import cache as memoized
 
 import pytest
@@ -8,6 +9,7 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM, set_seed
 
 import pod
+from pod.eviction import H2O, SnapKV, StreamingLLM
 
 # One row per layer, one column per KV head: blocks of one, two, three layers, begun in different layers.
 ANCHORS = ((0, 0), (0, 1), (2, 1), (2, 1), (2, 4))
@@ -301,6 +303,85 @@ def test_bfloat16_decodes(which):
     assert {storage.dtype for storage in cache.storages()} == {torch.bfloat16}
     difference = (torch.cat([first, logits], dim=1) - expected).float().abs().max()
     assert difference < 0.1 * expected.float().abs().max()
+
+
+def assistant(anchors=None, seed=1):
+    """A model that drafts five tokens whatever it thinks of them, many of them wrong: the stock one or PoD, shaken."""
+    model = copy.deepcopy(stock_model("llama", 5, 64) if anchors is None else build(anchors=anchors))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.1 * weight.std() * torch.randn(weight.shape, generator=generator))
+    model.generation_config.num_assistant_tokens = 5
+    model.generation_config.num_assistant_tokens_schedule = "constant"
+    model.generation_config.assistant_confidence_threshold = 0.0
+    return model
+
+
+ASSISTED = {
+    "default": dict(),
+    "slack": dict(crop_slack=6, max_length=80),
+    "frozen": dict(eviction=SnapKV(20, window=4, query_aware=False)),
+    "frozen-h2o": dict(eviction=H2O(20, query_aware=False), max_length=80),
+}
+
+
+@pytest.mark.parametrize("kind", ["dense", "pod", "lookup"])
+@pytest.mark.parametrize("name", ASSISTED)
+def test_assisted_decoding_equals_greedy(name, kind, monkeypatch):
+    model, ids, cropped = build(), tokens(1, 30), []
+    caches = [pod.PodCache(model.config, **ASSISTED[name]) for _ in range(2)]
+    if "eviction" in ASSISTED[name]:  # the first drafts would come with the prompt, and be evicted from with it
+        for cache in caches:
+            fed(model, cache, ids[:, :-1])
+    crop = pod.PodCache.crop
+    monkeypatch.setattr(pod.PodCache, "crop", lambda cache, count: cropped.append((cache, count)) or crop(cache, count))
+    options = dict(do_sample=False, max_new_tokens=30, suppress_tokens=[0])
+    expected = model.generate(ids, past_key_values=caches[0], **options)
+    drafts = dict(prompt_lookup_num_tokens=4, max_matching_ngram_size=1)
+    if kind != "lookup":
+        drafts = dict(assistant_model=assistant(DENSE if kind == "pod" else None))
+    out = model.generate(ids, past_key_values=caches[1], **drafts, **options)
+    assert torch.equal(out, expected)
+    assert any(cache is caches[1] and count < 0 for cache, count in cropped)  # some drafts were rejected
+    assert caches[1].get_seq_length() == caches[0].get_seq_length() == 59
+
+
+def test_drafts_that_cannot_be_taken_back_are_refused_by_name():
+    model, ids = build(), tokens(1, 30)
+    for options, message in [
+        (dict(crop_slack=2), "kept for 2 .crop_slack.*larger crop_slack"),
+        (dict(eviction=SnapKV(20, window=4)), "SnapKV evicted.*query_aware=False"),
+        (dict(eviction=SnapKV(20, window=4, query_aware=False)), "in the prefill that SnapKV.*before generate"),
+        (dict(eviction=H2O(20)), "H2O evicts while decoding"),
+        (dict(eviction=StreamingLLM(20)), "StreamingLLM cannot take tokens back.*no assistant_model"),
+    ]:
+        cache = pod.PodCache(model.config, **options)
+        with pytest.raises(ValueError, match=message):
+            model.generate(ids, past_key_values=cache, assistant_model=assistant(), max_new_tokens=20, do_sample=False)
+
+
+@pytest.mark.parametrize("which", SHARES)
+def test_stats_of_tau_with_beams_and_chosen_rows(which):
+    # Every decoded token of every beam is decided once in each layer and query head that shares.
+    model, (ids, mask) = build(*which), left_padded((30, 26))
+    shared = 2 * sum(anchor != layer for layer, row in enumerate(which[2]) for anchor in row)  # 2 query heads each
+    options = dict(attention_mask=mask, max_new_tokens=8, do_sample=False, num_beams=3, suppress_tokens=[0])
+    options.update(output_scores=True, return_dict_in_generate=True)
+    cache, plain = pod.PodCache(model.config, tau=1.0), pod.PodCache(model.config)
+    out = model.generate(ids, past_key_values=cache, **options)
+    assert torch.equal(out.sequences, model.generate(ids, past_key_values=plain, **options).sequences)
+    assert cache.stats.decisions == 7 * 6 * shared
+    assert cache.stats.distant_values == sum(
+        3 * (length + step - SINKS - RECENT) * shared // 2 for length in (30, 26) for step in range(1, 8)
+    )
+    cache = pod.PodCache(model.config, tau=0.5)
+    fed(model, cache, ids, mask)
+    cache.batch_select_indices(torch.tensor([1]))
+    fed(model, cache, tokens(1, 1), torch.nn.functional.pad(mask[1:], (0, 1), value=1))
+    assert cache.stats.decisions == shared and 0 < cache.stats.skipped < shared
+    assert cache.stats.distant_values == (27 - SINKS - RECENT) * shared // 2
+    assert 0 < cache.stats.unread_values < cache.stats.distant_values
 
 
 # ---------------------------------------------------------------------- cropping and rows

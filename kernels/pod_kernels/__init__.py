@@ -4,6 +4,8 @@ from pod_kernels import reference
 from pod_kernels.attention import shared_score_attention
 from pod_kernels.cached import cached_attention
 from pod_kernels.packed import PackedLayer, attention_weights, packed_attention
+from pod_kernels.pages import paged_attention, refresh_pages
+from pod_kernels.quantized import Quantization, QuantizedSegments
 from pod_kernels.segments import LayerSegments, Segments
 from pod_kernels.skipping import SkipStats
 
@@ -11,9 +13,13 @@ __all__ = [
     "LayerSegments",
     "Segments",
     "PackedLayer",
+    "Quantization",
+    "QuantizedSegments",
     "SkipStats",
     "attention_weights",
     "cached_attention",
+    "paged_attention",
+    "refresh_pages",
     "reference",
     "shared_score_attention",
     "packed_attention",

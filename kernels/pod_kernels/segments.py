@@ -155,6 +155,14 @@ class Segments:
         offsets = self.offsets[:, mine] - head * data.shape[0] // max(1, heads)
         return Segments(data, offsets, self.lengths[:, mine], self.capacities[:, mine])
 
+    def named(self, name: str) -> dict[str, Tensor]:
+        """The vectors under `name`."""
+        return {name: self.data}
+
+    def tensors(self) -> list[Tensor]:
+        """What the vectors lie in."""
+        return [self.data]
+
     def nbytes(self) -> int:
         """Bytes of the storage, used or not."""
         return self.data.untyped_storage().nbytes()
@@ -173,6 +181,7 @@ class LayerSegments:
         keys: [B, num_anchors] segments of the anchor heads' keys: slot = position.
         near: [B, H_kv - num_anchors] segments of the other heads' own keys: sinks, then a ring of `ring_size`.
         sink_size, recent_size, ring_size: tokens; ring_size >= recent_size.
+        pages: [B, num_anchors] segments of each page's minima and maxima [2 D]; None where pages are not used.
         index, inverse: [H_kv] int64 from `order`, and back; None where the order is the heads' own.
     """
 
@@ -184,12 +193,13 @@ class LayerSegments:
     sink_size: int
     recent_size: int
     ring_size: int
+    pages: Segments | None = None
     index: Tensor | None = field(init=False, default=None)
     inverse: Tensor | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         if list(self.order) != sorted(self.order):
-            self.index = torch.tensor(self.order, device=self.values.data.device)
+            self.index = torch.tensor(self.order, device=self.near.data.device)
             self.inverse = self.index.argsort()
 
     def part(self, head: int, heads: int) -> "LayerSegments":

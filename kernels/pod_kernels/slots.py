@@ -28,11 +28,13 @@ class BlockAnchor:
         queries: [B, G, T, D] the anchor's queries.
         keys: its keys in pieces [B, .., D], slots first; not read when there are logits.
         logits: [B, G, 1, M] float32, their products; None where they are computed (again).
+        capped: its sinks where distances have a ceiling; None where they have none, or with logits.
     """
 
     queries: Tensor
     keys: list[Tensor]
     logits: Tensor | None = None
+    capped: "Capped | None" = None
 
 
 @dataclass
@@ -48,6 +50,43 @@ class OwnKeys:
     keys: Tensor
     columns: Tensor
     positions: Tensor
+
+
+@dataclass
+class Capped:
+    """Sinks of h heads, whose distance counts as `ceiling` where it is larger (LM-Infinite, arXiv 2308.16137).
+
+    Attributes:
+        queries: [h, B, G, T, D] turned to place `ceiling`.
+        sinks: their keys [h, B, R, D] at place 0, i.e. not turned; columns and positions as of `OwnKeys`.
+        ceiling: tokens.
+        near: sink_size and recent_size where proximal pairs alone are meant; None: all.
+    """
+
+    queries: Tensor
+    sinks: OwnKeys
+    ceiling: int
+    near: tuple[int, int] | None = None
+
+    def head(self, place: int) -> "Capped":
+        """One head's."""
+        part, sinks = slice(place, place + 1), self.sinks
+        own = OwnKeys(sinks.keys[part], sinks.columns[part], sinks.positions[part])
+        return Capped(self.queries[part], own, self.ceiling)
+
+    def put(self, logits: Tensor, at: Tensor, part: slice, scale: float, queries: Tensor | None = None) -> int:
+        """Overwrite what is farther than the ceiling in logits [h, B, G, t, M] of the queries `part`; how many pairs.
+
+        Args:
+            at: [B, t] positions of these queries.
+            queries: other queries than its own.
+        """
+        queries = self.queries if queries is None else queries
+        key, query = self.sinks.positions[:, :, None], at[None, :, :, None]
+        is_used = (key >= 0) & (query - key > self.ceiling)
+        if self.near is not None:
+            is_used &= (key < self.near[0]) | (query - key < self.near[1])
+        return _put(logits, queries[:, :, :, part], self.sinks, is_used, scale)
 
 
 def rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -94,7 +133,8 @@ def slot_attention(
     recent_size: int,
     scale: float,
     decay: Tensor | None = None,
-    window: Tensor | None = None,
+    window: tuple[Tensor, int, int] | None = None,
+    capped: tuple[Capped | None, Capped | None] = (None, None),
     return_logits: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, int]:
     """Attention of T queries to F slots and, causally, to their own T tokens.
@@ -112,7 +152,9 @@ def slot_attention(
         sink_size, recent_size: which pairs are proximal, by the tokens' positions.
         scale: factor on every logit.
         decay: [T] float32, the factor of each query in `sums`; None for no sums.
-        window: [B, F] int64 positions of the tokens in the slots; distant pairs then do not count. None: all do.
+        window: [B, F] int64 positions of the tokens in the slots, and how many first and how many last tokens (itself
+            included) a query sees; the others then do not count. None: all do.
+        capped: of the anchor heads and of the others, the sinks where distances have a ceiling.
         return_logits: give the anchor heads' logits back, for one query.
 
     Returns:
@@ -134,9 +176,10 @@ def slot_attention(
         keys, values = ((torch.cat(list(pieces), dim=2),) for pieces in (keys, values))
     near = None
     if window is not None:
-        key, query = torch.cat([window, positions], dim=1)[:, None], positions[..., None]
-        near = ((key < sink_size) | (query - key < recent_size)).expand(batch, count, width)
-    if count > 1 and decay is None and not anchors:
+        held, first_tokens, last_tokens = window
+        key, query = torch.cat([held, positions], dim=1)[:, None], positions[..., None]
+        near = ((key < first_tokens) | (query - key < last_tokens)).expand(batch, count, width)
+    if count > 1 and decay is None and not anchors and capped[0] is None:
         seen = has_key[:, None] & (column - used <= order[:, None])
         seen = seen if near is None else seen & near
         out = _fused(q, keys[0], values[0], seen, scale)
@@ -152,6 +195,8 @@ def slot_attention(
         at = positions[:, part]
         all_logits = [_products(asked[:num_anchors], keys, scale)] if num_anchors else []
         pairs += sum(logits.numel() for logits in all_logits)
+        if num_anchors and capped[0] is not None:
+            pairs += capped[0].put(all_logits[0], at, part, scale)
         if return_logits:
             kept_logits = all_logits[0].clone()
         for place, anchor in enumerate(anchors, start=num_anchors):
@@ -161,9 +206,14 @@ def slot_attention(
             queries = anchor.queries[:, :, part] if share == "scores" else asked[place]
             all_logits.append(_products(queries[None], [piece[None] for piece in anchor.keys], scale))
             pairs += all_logits[-1].numel()
+            if anchor.capped is not None:
+                own_queries = None if share == "scores" else capped[1].queries[place - num_anchors][None]
+                pairs += anchor.capped.put(all_logits[-1], at, part, scale, own_queries)
         logits = all_logits[0] if len(all_logits) == 1 else torch.cat(all_logits)
         if own is not None:
             pairs += _put_own(logits[num_anchors:], asked[num_anchors:], own, at, sink_size, recent_size, scale)
+        if anchors and capped[1] is not None:
+            pairs += capped[1].put(logits[num_anchors:], at, part, scale)
         seen = has_key[:, None] & (column - used <= order[part, None])
         seen = seen if near is None else seen & near[:, part]
         logits.masked_fill_(~seen[None, :, None], torch.finfo(torch.float32).min)
@@ -198,9 +248,14 @@ def _put_own(
     logits: Tensor, queries: Tensor, own: OwnKeys, at: Tensor, sink_size: int, recent_size: int, scale: float
 ) -> int:
     """Overwrite the proximal columns of logits [S, B, G, t, M] with the heads' own; how many pairs."""
-    products = queries.flatten(2, 3) @ own.keys.transpose(2, 3)
     key, query = own.positions[:, :, None], at[None, :, :, None]
     is_used = (key >= 0) & (key <= query) & ((key < sink_size) | (query - key < recent_size))
+    return _put(logits, queries, own, is_used, scale)
+
+
+def _put(logits: Tensor, queries: Tensor, own: OwnKeys, is_used: Tensor, scale: float) -> int:
+    """Overwrite columns of logits [h, B, G, t, M] where `is_used` [h, B, t, R]; how many pairs."""
+    products = queries.flatten(2, 3) @ own.keys.transpose(2, 3)
     # What is not used is written to one spare column, so that no mask has to be turned into indices.
     spare = logits.shape[-1]
     index = torch.where(is_used, own.columns[:, :, None], spare)[:, :, None]

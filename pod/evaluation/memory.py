@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from pod.blocks import LayerBlocks
 from pod.cache import PodCache
-from pod.eviction import Eviction, StoragePolicy
+from pod.eviction import Eviction, Quest, StoragePolicy, StreamingLLM
 from pod.plan import Shape, largest
 from pod_kernels.cached import MAX_LOGITS
 from pod_kernels.slots import CPU_LOGITS
@@ -88,7 +88,11 @@ class Inference:
         return sum(anchor == layer for layer, row in enumerate(self.blocks.anchors.tolist()) for anchor in row)
 
     @property
-    def _stored(self) -> tuple[float, int, int]:
+    def _has_store(self) -> bool:
+        return isinstance(self.eviction, StoragePolicy) and not isinstance(self.eviction, Quest)
+
+    @property
+    def _stored(self) -> tuple[float, int, float]:
         """(slots of a layer and KV head on average, slots of own proximal keys, bytes beside each of an anchor's)."""
         # The last new token is never stored.
         total = self.prompt + self.output - 1
@@ -96,7 +100,10 @@ class Inference:
         method = self.eviction
         if method is None:
             return total, min(total, near + CROP_SLACK), 0
-        if isinstance(method, StoragePolicy):
+        if isinstance(method, Quest):
+            pages = 2 * self.shape.head_dim * self.itemsize * method.pages(total)
+            return total, min(total, near + CROP_SLACK), pages / total
+        if self._has_store:
             slots = method.make_store(_Sizes(self), self.blocks).cascades.slots
             return slots, min(near, slots), 16 + (4 if hasattr(method, "gamma") else 0)
         kept = self.prompt if self.prompt <= method.threshold else method.budget
@@ -167,7 +174,7 @@ class Inference:
         if shares or splits > 1:
             # Sums in float32, log-sum-exps, and two pieces: the one that is added and the one before it.
             out = 4 * q + 12 * shape.heads + max(b * min(q, 2 * q // splits), b * (q + q // splits) if b < 4 else 0)
-        if isinstance(self.eviction, StoragePolicy):
+        if self._has_store:
             copies += b * (2 * q + 2 * k)  # queries in storage order and rotated, keys and values behind the kept
         most = rotation
         for anchors in {
@@ -182,11 +189,11 @@ class Inference:
         """Bytes of logits, weights and masks of the queries that a method looks at, in a layer of so many anchors."""
         method, shape = self.eviction, self.shape
         groups = shape.heads // shape.kv_heads
-        if method is None:
+        if method is None or isinstance(method, Quest):
             return 0
-        if isinstance(method, StoragePolicy):
+        if self._has_store:
             width = min(self.prompt, self._stored[0] + self._tokens)
-            if self.blocks.is_dense and not hasattr(method, "gamma"):  # one fused call, with a mask
+            if self.blocks.is_dense and type(method) is StreamingLLM:  # one fused call, with a mask
                 return batch * shape.kv_heads * self._tokens * width * (1 + self.itemsize)
             most = MAX_LOGITS if self.fused else CPU_LOGITS
             return min(most, batch * shape.heads * self._tokens * width) * (12 if self.blocks.is_dense else 20)

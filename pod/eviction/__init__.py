@@ -25,10 +25,11 @@ from pod.eviction.cake import CAKE
 from pod.eviction.cascade import Cascade
 from pod.eviction.h2o import H2O
 from pod.eviction.pyramidkv import PyramidKV
+from pod.eviction.quest import Quest
 from pod.eviction.sagekv import SageKV
 from pod.eviction.snapkv import SnapKV
 from pod.eviction.storage import StoragePolicy, Store
-from pod.eviction.streaming import StreamingLLM
+from pod.eviction.streaming import LMInfinite, StreamingLLM
 from pod.eviction.tova import TOVA
 
 METHODS: dict[str, type] = {
@@ -40,7 +41,9 @@ METHODS: dict[str, type] = {
     "cake": CAKE,
     "sagekv": SageKV,
     "streamingllm": StreamingLLM,
+    "lminfinite": LMInfinite,
     "cascade": Cascade,
+    "quest": Quest,
 }
 
 
@@ -143,8 +146,10 @@ __all__ = [
     "Cascade",
     "Combined",
     "Eviction",
+    "LMInfinite",
     "Observation",
     "PyramidKV",
+    "Quest",
     "SageKV",
     "Sharing",
     "SnapKV",

@@ -16,11 +16,14 @@
   evicted from after its last layer, or, inside `prefill()`, when that ends; queries of the window are kept until then.
 - Evicting after a prefill packs anew, in order of position, and frees. Evicting at a step marks slots as empty and the
   next token is written there, so decoding allocates no storage, and slots are in no order.
+- With quantization a layer's keys and values are at rest in fewer bits (`pod_kernels.quantized`) and are made full
+  while the layer attends; capacities are then multiples of its groups. What an eviction repacks is quantised anew.
 - `nbytes` counts keys, values, positions and (for methods that carry them) scores, capacity included.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,10 +31,20 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from pod.blocks import LayerBlocks
 from pod.eviction.base import Eviction, Observation, Sharing, Stage, kept, lowest
-from pod_kernels import PackedLayer, Segments, attention_weights, packed_attention, shared_score_attention
+from pod_kernels import (
+    PackedLayer,
+    Quantization,
+    QuantizedSegments,
+    Segments,
+    attention_weights,
+    packed_attention,
+    shared_score_attention,
+)
 from pod_kernels.cached import MAX_LOGITS
+from pod_kernels.quantized import quantized
 
 Unit = tuple[int, int]  # anchor layer, KV head
+NEAR = ("near_keys", "near_positions", "near_slots")
 
 
 @dataclass
@@ -127,6 +140,7 @@ class EvictingStorage:
         num_anchors: of each layer.
         max_length: tokens that each row will reach, None when unknown.
         crop_slack: how many of the last tokens `crop` can take back.
+        quantization: how keys and values are stored; None as they come.
 
     Raises:
         ValueError: the budget is below what is always kept.
@@ -140,8 +154,10 @@ class EvictingStorage:
         num_anchors: list[int],
         max_length: int | None,
         crop_slack: int,
+        quantization: Quantization | None = None,
     ) -> None:
         self.config = config
+        self.quantization = quantization
         self.method = method
         self.orders = orders
         self.num_anchors = num_anchors
@@ -169,6 +185,8 @@ class EvictingStorage:
     def reset(self) -> None:
         """Forget all tokens and free the storage."""
         self.layers: list[Layer | None] = [None] * len(self.orders)
+        self.attending: int | None = None  # the layer that is full, with quantization
+        self.resting: dict[tuple[int, str], QuantizedSegments] = {}  # what it was made full from
         self.tables: dict[int, Table] = {}
         self.prefill = Prefill()
         self.step = None
@@ -184,10 +202,65 @@ class EvictingStorage:
         """Every tensor that is kept between two forwards."""
         tensors = []
         for layer in filter(None, self.layers):
-            tensors += [layer.values.data, layer.keys.data, layer.near_keys, layer.near_positions, layer.near_slots]
+            tensors += [*layer.values.tensors(), *layer.keys.tensors()]
+            tensors += [layer.near_keys, layer.near_positions, layer.near_slots]
         for table in self.tables.values():
             tensors += [table.slots.data] + ([] if table.scores is None else [table.scores.data])
         return tensors
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """What `restore` needs, between two forwards: tensors by name, and what else there is as JSON."""
+        tensors, layers, tables = {}, [], {}
+        for index, layer in enumerate(self.layers):
+            layers.append({"sizes": layer.values.sizes, "near_room": layer.near_room})
+            for name in ("values", "keys"):
+                tensors |= getattr(layer, name).named(f"layers.{index}.{name}")
+            tensors |= {f"layers.{index}.{name}": getattr(layer, name) for name in NEAR}
+        for index, table in self.tables.items():
+            tables[index] = {name: getattr(table, name) for name in ("heads", "held", "budgets", "room", "has_holes")}
+            tensors[f"tables.{index}.slots"] = table.slots.data
+            if table.scores is not None:
+                tensors[f"tables.{index}.scores"] = table.scores.data
+        flags = {name: getattr(self, name) for name in ("is_frozen", "is_settled", "decoded", "added")}
+        return tensors, {"layers": layers, "tables": tables, "flags": flags}
+
+    def restore(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        """Become the storage whose `state` this is; this one is empty and of the same method and model."""
+        for index, layer in enumerate(facts["layers"]):
+            near = {name: tensors[f"layers.{index}.{name}"] for name in NEAR}
+            batch, anchors, sizes = near["near_positions"].shape[1], self.num_anchors[index], layer["sizes"]
+            self.layers[index] = Layer(
+                order=self.orders[index],
+                num_anchors=anchors,
+                values=self._restored(f"layers.{index}.values", sizes, batch, tensors),
+                keys=self._restored(f"layers.{index}.keys", sizes[:anchors], batch, tensors, is_key=True),
+                sink_size=self.config.sink_size,
+                recent_size=self.config.recent_size,
+                near_room=layer["near_room"],
+                **near,
+            )
+        for name, table in facts["tables"].items():
+            sizes = facts["layers"][int(name)]["sizes"][: len(table["heads"])]
+            scores = tensors.get(f"tables.{name}.scores")
+            self.tables[int(name)] = Table(
+                heads=tuple(table["heads"]),
+                slots=_restored(sizes, batch, tensors[f"tables.{name}.slots"]),
+                scores=None if scores is None else _restored(sizes, batch, scores),
+                held=table["held"],
+                budgets=table["budgets"],
+                room=table["room"],
+                has_holes=table["has_holes"],
+            )
+        for name, value in facts["flags"].items():
+            setattr(self, name, value)
+
+    def _restored(
+        self, name: str, sizes: list[list[int]], batch: int, tensors: dict[str, Tensor], is_key: bool = False
+    ) -> Segments | QuantizedSegments:
+        if self.quantization is None:
+            return _restored(sizes, batch, tensors[name])
+        parts = {part: tensors[f"{name}.{part}"] for part in QuantizedSegments.NAMES}
+        return QuantizedSegments(self.quantization, is_key, tuple(map(tuple, sizes)), batch, **parts)
 
     def positions(self, layer: int) -> Tensor:
         """[B, H_kv, n] int64 in ascending order, -1 behind them."""
@@ -273,6 +346,7 @@ class EvictingStorage:
         # Only the queries that will be looked at: grouping copies.
         last = self.count if self.method.carries else max(self.method.observed, self.method.preference_window)
         queries = self._grouped(q.detach()[:, :, -last:], layer)
+        self._make_full(layer)
         if not self.is_direct:
             self._append(layer, queries, stored_k, stored_v)
         if step.is_first:
@@ -297,6 +371,8 @@ class EvictingStorage:
                 self._decide(layer, step.positions[:, -1])
         if self.acts and not self.in_prefill:
             self._settle(layer, step.length)
+        self.attending = None
+        self._put_to_rest(layer)
         return out
 
     def select_rows(self, rows: Tensor) -> None:
@@ -326,6 +402,12 @@ class EvictingStorage:
             raise ValueError("cannot take back tokens inside cache.prefill(): close it first")
         if self.evicts_at_steps:
             raise ValueError(f"{name} evicts while decoding: what it dropped for the last tokens cannot be taken back")
+        if removed > self.added and self.is_frozen:
+            raise ValueError(
+                f"cannot take back {removed} tokens: they were in the prefill that {name} evicted from, {self.added} "
+                "tokens ago. With an assistant_model, whose first drafts come with the prompt, run the prompt through "
+                "the model with this cache before generate"
+            )
         if removed > self.added:
             raise ValueError(
                 f"cannot take back {removed} tokens: {name} evicted after the prefill, {self.added} tokens ago, with "
@@ -498,7 +580,7 @@ class EvictingStorage:
         held = table.slots.padded(-1)[..., 0].transpose(0, 1).long()
         carried = table.scores.padded(0)[..., 0].transpose(0, 1) if self.method.carries else None
         scores, preference = self._scored(
-            window.queries, window.positions, stored.keys.padded(0), held, newest, carried
+            window.queries, window.positions, _full(stored.keys).padded(0), held, newest, carried
         )
         if not self.method.carries:
             table.scores = Segments.packed(table.slots.sizes, held.shape[0], 1, dtype=torch.float32, device=held.device)
@@ -725,6 +807,8 @@ class EvictingStorage:
                 (self.layers[self.anchors[layer][head]].keys, self.tables[self.anchors[layer][head]].heads.index(head))
                 for head in others
             )
+            if self.quantization is not None:
+                distant_keys = tuple((keys.full(place), 0) for keys, place in distant_keys)
         condemns = bool(self.is_decoding and self.evicts_at_steps and anchors)
         result = packed_attention(
             q,
@@ -754,12 +838,16 @@ class EvictingStorage:
         """Slots of a unit's rows that hold `counts` tokens after `length` were seen."""
         headroom = self._headroom(length)
         if not self.evicts_at_steps:
-            return [count + (headroom or 0) for count in counts]
+            return [self._whole(count + (headroom or 0)) for count in counts]
         needed = [max(0, budget - count) + self.method.when for count, budget in zip(counts, budgets, strict=True)]
         return [
             count + (more if headroom is None else min(headroom, more))
             for count, more in zip(counts, needed, strict=True)
         ]
+
+    def _whole(self, size: int) -> int:
+        """Slots in whole groups, where these are quantised."""
+        return size if self.quantization is None else self.quantization.rounded(size)
 
     def _count_room(self, table: Table, at_budget: bool = False) -> None:
         """Note how many empty slots every segment has; `at_budget`: none holds more than its budget."""
@@ -781,7 +869,7 @@ class EvictingStorage:
         if table is None:
             heads = self.orders[layer][: self.num_anchors[layer]]
             batch = keys.shape[1]
-            size = count + (headroom or 0)
+            size = self._whole(count + (headroom or 0))
             sizes = [[size] * batch for _ in heads]
             table = self.tables[layer] = Table(
                 heads,
@@ -801,7 +889,7 @@ class EvictingStorage:
         for index, head in enumerate(table.heads):
             chosen = Chosen.of(held[index] >= 0, held[index])
             more = count + (headroom or max(chosen.counts) // 8)
-            changes[layer, head] = chosen, [have + more for have in chosen.counts]
+            changes[layer, head] = chosen, [self._whole(have + more) for have in chosen.counts]
         self._repack(changes, self.step.before - 1)
 
     def _empty_layer(self, layer: int, keys: Tensor, values: Tensor) -> Layer:
@@ -836,7 +924,8 @@ class EvictingStorage:
             table.slots = _repacked(table.slots, by_place, batch, fill=-1)
             if table.scores is not None:
                 table.scores = _repacked(table.scores, by_place, batch)
-            self.layers[anchor].keys = _repacked(self.layers[anchor].keys, by_place, batch)
+            self.layers[anchor].keys = _repacked(_full(self.layers[anchor].keys), by_place, batch)
+            self._put_to_rest(anchor)
             for place, (chosen, _) in by_place.items():
                 table.held[place] = chosen.counts
             if len(by_place) == len(table.heads):
@@ -850,9 +939,46 @@ class EvictingStorage:
             by_place = {place: changes[unit] for place, unit in enumerate(units) if unit in changes}
             if not by_place:
                 continue
-            layer.values = _repacked(layer.values, by_place, batch)
+            layer.values = _repacked(_full(layer.values), by_place, batch)
+            self._put_to_rest(index)
             if layer.near_keys.numel():
                 self._relink(layer, units[layer.num_anchors :], newest)
+
+    def _make_full(self, layer: int) -> None:
+        """Keys and values of the layer at hand in full precision."""
+        stored, self.attending, self.resting = self.layers[layer], layer, {}
+        if self.quantization is not None and stored is not None:
+            self.resting = {(layer, "values"): stored.values, (layer, "keys"): stored.keys}
+            stored.values, stored.keys = _full(stored.values), _full(stored.keys)
+
+    def _put_to_rest(self, layer: int) -> None:
+        """Quantise what is full of a layer; of the one that attends only when it is through, and anew if repacked."""
+        if self.quantization is None:
+            return
+        if self.attending == layer:
+            self.resting = {}
+            return
+        stored = self.layers[layer]
+        for name in ("values", "keys"):
+            full = getattr(stored, name)
+            if isinstance(full, QuantizedSegments):
+                continue
+            used = self._used(layer, len(full.sizes), full.data.device)
+            rest = self.resting.pop((layer, name), None)
+            if rest is None:
+                rest = quantized(full, used, self.quantization, is_key=name == "keys")
+            else:
+                rest.absorb(full, used)
+            setattr(stored, name, rest)
+
+    def _used(self, layer: int, heads: int, device: torch.device) -> Tensor:
+        """[heads * B] int64, slots in use of the layer's first heads in storage order."""
+        live = {anchor: self._live(self.tables[anchor]) for anchor in set(self.anchors[layer])}
+        used = [
+            live[self.anchors[layer][head]][self.tables[self.anchors[layer][head]].heads.index(head)]
+            for head in self.orders[layer][:heads]
+        ]
+        return torch.cat(used) if used else torch.zeros(0, dtype=torch.long, device=device)
 
     def _relink(self, layer: Layer, units: list[Unit], newest: Tensor) -> None:
         """Find the slots of own keys again, and drop those whose token is gone."""
@@ -872,6 +998,10 @@ class EvictingStorage:
         self._pack_near(layer, layer.near_keys, positions, slots, newest, reach)
 
 
+def _full(segments: Segments | QuantizedSegments) -> Segments:
+    return segments.full() if isinstance(segments, QuantizedSegments) else segments
+
+
 def _counts(counts: list[list[int]], device: torch.device) -> Tensor:
     """[A][B] -> [B, A] int64."""
     return torch.tensor(counts, device=device).t()
@@ -882,6 +1012,12 @@ def _views(segments: Segments) -> Iterator[tuple[tuple[slice, slice, slice], Ten
     for piece in segments.pieces(0):
         heads, rows = slice(piece.head, piece.head + piece.heads), slice(piece.row, piece.row + piece.rows)
         yield (heads, rows, slice(piece.capacity)), segments.view(piece)[..., 0]
+
+
+def _restored(sizes: list[list[int]], batch: int, data: Tensor) -> Segments:
+    segments = Segments.packed(sizes, batch, data.shape[1], dtype=data.dtype, device=data.device)
+    segments.data.copy_(data)
+    return segments
 
 
 def _add(segments: Segments, more: Tensor) -> None:
@@ -923,6 +1059,12 @@ def _repacked(
 def _rows_of(segments: Segments, rows: list[int]) -> Segments:
     """The segments of some rows, in that order."""
     sizes = [[head[row] for row in rows] for head in segments.sizes]
+    if isinstance(segments, QuantizedSegments):
+        where = {"dtype": segments.open.dtype, "device": segments.open.device}
+        spec, dim = segments.spec, segments.open.shape[-1]
+        new = QuantizedSegments.allocate(spec, segments.is_key, sizes, len(rows), dim, **where)
+        new.take(segments, rows)
+        return new
     data = segments.data
     new = Segments.packed(sizes, len(rows), data.shape[1], dtype=data.dtype, device=data.device)
     for head in range(len(sizes)):

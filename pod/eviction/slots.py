@@ -10,6 +10,7 @@ forward, F slots in use, P slots in all, D head dimension.
 
 from dataclasses import dataclass
 from itertools import accumulate, chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from pod.blocks import LayerBlocks
 from pod.eviction.storage import Rotary, Store, real_tokens
 from pod_kernels import Segments
 from pod_kernels.cascade import Cascades, CascadeState, Plan
-from pod_kernels.slots import BlockAnchor, OwnKeys, rotated, rotated_pieces, slot_attention
+from pod_kernels.slots import BlockAnchor, Capped, OwnKeys, rotated, rotated_pieces, slot_attention
 
 # Steps of decoding that are planned at once.
 STEPS_AHEAD = 64
@@ -57,6 +58,9 @@ class Step:
         angles: cos and sin [B or 1, T, D / 2] of the new tokens; None without rotation.
         table: cos and sin [.., D / 2] by place; None without rotation.
         decay: [T] each query's factor in the scores; None without scores.
+        held: [B, F] positions of the tokens in the slots; None without a window.
+        sinks: [B, S] of the sinks their columns among slots and new tokens, the place of a new one among these, and
+            their positions; None where no query is farther from them than the window.
     """
 
     positions: Tensor
@@ -72,6 +76,8 @@ class Step:
     angles: tuple[Tensor, Tensor] | None
     table: tuple[Tensor, Tensor] | None
     decay: Tensor | None
+    held: Tensor | None
+    sinks: tuple[Tensor, Tensor, Tensor] | None
 
 
 @dataclass
@@ -136,6 +142,9 @@ class SlotStore(Store):
         cascades: sinks, slots and sub-caches.
         rotates: keys are stored before RoPE and rotated to their place among the kept tokens.
         scoring: how scores are kept; None for a single sub-cache that needs none.
+        window: how many first and how many last tokens, itself included, a query sees, however many are processed at
+            once; None: all that is kept, and its stride. Where keys are rotated, no sink then counts as farther than
+            the window's first token.
     """
 
     def __init__(
@@ -145,8 +154,10 @@ class SlotStore(Store):
         cascades: Cascades,
         rotates: bool,
         scoring: Scoring | None = None,
+        window: tuple[int, int] | None = None,
     ) -> None:
         self.config, self.cascades, self.rotates, self.scoring = config, cascades, rotates, scoring
+        self.window = window
         self._blocks = blocks
         anchors = blocks.anchors.tolist()
         self._anchors = anchors
@@ -206,6 +217,10 @@ class SlotStore(Store):
         if self.scoring is not None:
             gamma = self.scoring.gamma
             decay = (1 - gamma) * gamma ** torch.arange(count - 1, -1, -1, device=device, dtype=torch.float32)
+        held = None
+        if self.window is not None:
+            # Copied: layer by layer, several tokens are written over what the slots hold.
+            held = self._state.positions[0, :, :used].clone() if self._layers else positions[:, :0]
         self._step = Step(
             positions=positions,
             new=new,
@@ -220,6 +235,8 @@ class SlotStore(Store):
             angles=angles,
             table=table,
             decay=decay,
+            held=held,
+            sinks=self._sink_columns(used, count, seen, counts) if self.window is not None and self.rotates else None,
         )
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -229,12 +246,19 @@ class SlotStore(Store):
         stored = self._layers[layer]
         q = q.detach().unflatten(1, (len(order), -1)).transpose(0, 1)[order]  # [H_kv, B, G, T, D] in storage order
         new_k, v = (states.detach().transpose(0, 1)[order] for states in (k, v))
-        k = new_k
+        blocks = [self._open[self._anchors[layer][head], head] for head in order[num_anchors:]]
+        k, far = new_k, None
+        if step.sinks is not None:
+            ceiling = self.cascades.budget
+            far = rotated(q, *(part[ceiling] for part in step.table))
+            capped = [
+                self._capped(far[:num_anchors], stored.keys, new_k[:num_anchors]) if num_anchors else None,
+                self._capped(far[num_anchors:], stored.own, new_k[num_anchors:], True) if blocks else None,
+            ]
         if self.rotates:
             cos, sin = step.angles
             q, k = rotated(q, cos[:, None], sin[:, None]), rotated(new_k, cos, sin)
 
-        blocks = [self._open[self._anchors[layer][head], head] for head in order[num_anchors:]]
         goes_on = [place for place in range(num_anchors) if not self._ends[layer][order[place]]]
         keeps_logits = bool(goes_on) and q.shape[3] == 1 and self.config.share == "scores"
         ranks, keys = None, [stored.keys.rectangle[:, :, : step.used]] if num_anchors else []
@@ -259,7 +283,8 @@ class SlotStore(Store):
             recent_size=self.config.recent_size,
             scale=scale,
             decay=step.decay if num_anchors else None,
-            window=stored.state.positions[0, :, : step.used] if self.config.share == "window" else None,
+            window=None if self.window is None else (step.held, *self.window),
+            capped=(None, None) if far is None else tuple(capped),
             return_logits=keeps_logits,
         )
         self.pairs += pairs
@@ -273,7 +298,12 @@ class SlotStore(Store):
         for place in goes_on:
             read_again = [] if keeps_logits else [piece[place] for piece in keys]
             self._open[layer, order[place]] = OpenBlock(
-                BlockAnchor(q[place], read_again, logits[place] if keeps_logits else None),
+                BlockAnchor(
+                    q[place],
+                    read_again,
+                    logits[place] if keeps_logits else None,
+                    None if far is None or keeps_logits else capped[0].head(place),
+                ),
                 found[place],
                 ranks[place] if self.rotates else None,
                 None if chosen is None else chosen[place],
@@ -364,6 +394,24 @@ class SlotStore(Store):
                 getattr(new, name).rectangle.copy_(getattr(old, name).rectangle[:, rows])
             self._layers[index] = new
 
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors = {
+            f"layers.{index}.{name}": getattr(stored, name).data
+            for index, stored in enumerate(self._layers)
+            for name in ("values", "keys", "own")
+        }
+        tensors |= {f"state.{index}": tensor for index, tensor in enumerate(self._state.tensors())}
+        return tensors, {"seen": self._seen}
+
+    def restore(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        self._seen = facts["seen"]
+        self._allocate_all(tensors["layers.0.values"])
+        for index, stored in enumerate(self._layers):
+            for name in ("values", "keys", "own"):
+                getattr(stored, name).data.copy_(tensors[f"layers.{index}.{name}"])
+        for index, tensor in enumerate(self._state.tensors()):
+            tensor.copy_(tensors[f"state.{index}"])
+
     def reset(self) -> None:
         self._layers: list[LayerSlots] = []
         self._seen: list[int] = []
@@ -433,6 +481,31 @@ class SlotStore(Store):
             columns=torch.cat([of_held, columns[..., step.used :]], dim=2),
             positions=torch.cat([known, step.positions.expand(heads, -1, -1)], dim=2),
         )
+
+    def _sink_columns(self, used: int, count: int, seen: Tensor, counts: Tensor) -> tuple[Tensor, ...] | None:
+        """`Step.sinks` of a forward."""
+        sinks = self.cascades.sinks
+        if not sinks or max(self._seen) + count - 1 <= self.cascades.budget:
+            return None
+        sink = torch.arange(sinks, device=seen.device)
+        seen, counts = (part.expand(len(self._seen))[:, None] for part in (seen, counts))
+        place = count - counts + sink - seen  # of a new one
+        positions = torch.where(sink < seen + counts, sink, -1)
+        columns = torch.where(positions < 0, used + count, torch.where(sink < seen, sink, used + place))
+        return columns, place, positions
+
+    def _capped(self, queries: Tensor, held: Segments, new: Tensor, is_own: bool = False) -> Capped:
+        """The sinks of the heads whose keys are in `held` and `new`, at the window's distance from the queries."""
+        columns, place, positions = self._step.sinks
+        sink = torch.arange(columns.shape[1], device=new.device)
+        slots = self._own_slots(sink) if is_own and not self._own_by_slot else sink
+        keys = torch.cat([held.rectangle[:, :, slots], new], dim=2)
+        index = torch.where(columns < self._step.used, sink, len(sink) + place).clamp(0, keys.shape[2] - 1)
+        index = index.expand(len(new), -1, -1)
+        keys = keys.gather(2, index[..., None].expand(*index.shape, new.shape[-1]))
+        own = OwnKeys(keys, columns.expand(index.shape), positions.expand(index.shape))
+        near = (self.config.sink_size, self.config.recent_size) if is_own else None
+        return Capped(queries, own, self.cascades.budget, near)
 
     def _own_slots(self, positions: Tensor) -> Tensor:
         sinks = self.config.sink_size

@@ -2,11 +2,12 @@
 
 A further one takes a dataclass derived from `StoragePolicy`, a `Store` that it makes, and a line in
 `pod/eviction/__init__.py`. The cache hands every forward to the store: `begin`, then `attend` once per layer from the
-lowest up, then `finish`.
+lowest up, then `finish`. Quest, which drops nothing, makes no store: the cache's own storage holds its pages too.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,8 +34,8 @@ class StoragePolicy(ABC):
     stride: int
 
     @abstractmethod
-    def make_store(self, config: PreTrainedConfig, blocks: LayerBlocks) -> "Store":
-        """An empty store for a model.
+    def make_store(self, config: PreTrainedConfig, blocks: LayerBlocks) -> "Store | None":
+        """An empty store for a model; None for a method that keeps every token in the cache's own storage (Quest).
 
         Raises:
             ValueError: the policy and the model do not go together.
@@ -98,6 +99,14 @@ class Store(ABC):
     @abstractmethod
     def select(self, rows: Tensor) -> None:
         """Keep the rows `rows` [n] int64, in that order."""
+
+    @abstractmethod
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """What `restore` needs, between two forwards: tensors by name, and what else there is as JSON."""
+
+    @abstractmethod
+    def restore(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        """Become the store whose `state` this is; this one is empty and of the same policy and model."""
 
     @abstractmethod
     def reset(self) -> None:

@@ -1,6 +1,8 @@
-"""StreamingLLM (arXiv 2309.17453): the first tokens and the last ones; and the same for models with a window."""
+"""The first tokens and the last ones: StreamingLLM (arXiv 2309.17453), LM-Infinite (arXiv 2308.16137), and the same for
+models with a window."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from transformers.configuration_utils import PreTrainedConfig
 
@@ -46,13 +48,47 @@ class StreamingLLM(StoragePolicy):
         Raises:
             ValueError: the model's sinks alone exceed the budget.
         """
+        slots = self.slots(config, blocks)
+        return SlotStore(config, blocks, slots, rotates=self.positions == "cache")
+
+    def slots(self, config: PreTrainedConfig, blocks: LayerBlocks) -> Cascades:
+        """Sinks and window in a model; raises as `make_store`."""
         sinks = self.sinks if blocks.is_dense else max(self.sinks, config.sink_size)
         if self.budget <= sinks:
             raise ValueError(
                 f"budget must be larger than the model's sink_size of {sinks} tokens, which are always kept in blocks "
                 f"of more than one layer; got {self.budget}. Use at least {sinks + 1}."
             )
-        return SlotStore(config, blocks, Cascades(sinks, self.budget - sinks, 1), rotates=self.positions == "cache")
+        return Cascades(sinks, self.budget - sinks, 1)
+
+
+@dataclass(frozen=True)
+class LMInfinite(StreamingLLM):
+    """StreamingLLM's tokens under a Lambda-shaped mask, no distance larger than the window.
+
+    A query sees the first tokens and the last `budget - sinks` before it, however many queries are processed at once.
+    The distance to a first token counts as that of the window's first one where it is larger; the distances inside the
+    window are the true ones. Rows of at most `budget - sinks + 1` tokens so see what they see without eviction.
+
+    Args:
+        budget: tokens kept per layer and KV head, the sinks included.
+        sinks: first tokens that stay for ever. In a model with blocks of more than one layer at least its `sink_size`.
+        stride: queries processed at once.
+
+    Raises:
+        ValueError: a value is out of range; names it.
+    """
+
+    positions: ClassVar[str] = "cache"
+
+    def make_store(self, config: PreTrainedConfig, blocks: LayerBlocks) -> SlotStore:
+        """An empty store for a model.
+
+        Raises:
+            ValueError: the model's sinks alone exceed the budget.
+        """
+        slots = self.slots(config, blocks)
+        return SlotStore(config, blocks, slots, rotates=True, window=(slots.sinks, slots.budget + 1))
 
 
 @dataclass(frozen=True)
@@ -71,4 +107,5 @@ class WindowAttention(StoragePolicy):
     def make_store(self, config: PreTrainedConfig, blocks: LayerBlocks) -> SlotStore:
         """An empty store for a model."""
         # A step's own tokens are not in the slots yet.
-        return SlotStore(config, blocks, Cascades(config.sink_size, config.recent_size - 1, 1), rotates=False)
+        slots = Cascades(config.sink_size, config.recent_size - 1, 1)
+        return SlotStore(config, blocks, slots, rotates=False, window=(config.sink_size, config.recent_size))

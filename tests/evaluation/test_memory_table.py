@@ -81,7 +81,9 @@ METHODS = [
     eviction.H2O(budget=24),
     eviction.TOVA(budget=24),
     eviction.StreamingLLM(budget=24, stride=16),
+    eviction.LMInfinite(budget=24, stride=16),
     eviction.Cascade(budget=24, sinks=2, stride=16),
+    eviction.Quest(budget=16, page_size=4),
 ]
 
 

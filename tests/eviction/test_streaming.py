@@ -1,15 +1,18 @@
 """StreamingLLM: the first tokens and the last ones, in both kinds of positions."""
 
+import math
+
 import pytest
 import torch
-from cascade_simulation import simulated_stream
+from cascade_simulation import simulated_stream, softmax, turned
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_cascade import config_of, run_both
+from test_cascade import DIM, HEADS, KV_HEADS, config_of, run_both
 from tiny_models import ANCHORS, DENSE, assert_close, build, fed, stock_model, tokens
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import pod
-from pod.eviction import StreamingLLM
+from pod.eviction import LMInfinite, StreamingLLM
 
 POSITIONS = ["cache", "absolute"]
 MODELS = [
@@ -75,6 +78,89 @@ def test_absolute_positions_are_a_mask(stride, chunks):
         expected = stock_model("llama", len(DENSE))(ids, attention_mask=mask, use_cache=False).logits
     cache = pod.PodCache(model.config, eviction=StreamingLLM(budget, sinks, "absolute", stride))
     assert_close(fed(model, cache, ids, chunks=chunks), expected)
+
+
+def simulated_lambda(config, window, sinks, q, k, v):
+    """LM-Infinite of one row as plain loops: q [L, H, T, D], k and v [L, H_kv, T, D] before RoPE; [L, H, T, D].
+
+    A query sees the sinks, the `window` tokens before it and itself, and turns by its distance, at most `window`.
+    """
+    out, anchors = torch.zeros(q.shape, dtype=torch.float64), config.blocks.anchors.tolist()
+    for layer, row in enumerate(anchors):
+        for asking in range(HEADS):
+            head = asking * KV_HEADS // HEADS
+            for i in range(q.shape[2]):
+                seen = [j for j in range(i + 1) if j < sinks or i - j <= window]
+                logits = []
+                for j in seen:
+                    near = j < config.sink_size or i - j < config.recent_size
+                    query = q[layer if near or config.share == "keys" else row[head], asking, i]
+                    query = turned(query.double(), min(i - j, window))
+                    logits.append(float(query @ k[layer if near else row[head], head, j].double()) / math.sqrt(DIM))
+                for weight, j in zip(softmax(logits), seen, strict=True):
+                    out[layer, asking, i] += weight * v[layer, head, j].double()
+    return out
+
+
+@settings(deadline=None, max_examples=15, derandomize=True)
+@given(runs(), st.sampled_from(["scores", "keys"]), st.integers(0, 99))
+def test_lm_infinite_equals_the_simulation(run, share, seed):
+    chunks, anchors, window, sinks, (sink_size, recent_size), _ = run
+    config = config_of(anchors, share, sink_size, recent_size)
+    layers, rows, generator = len(anchors), len(chunks[0]), torch.Generator().manual_seed(seed)
+    always = sinks if config.blocks.is_dense else max(sinks, sink_size)
+    cache, rotary = pod.PodCache(config, eviction=LMInfinite(window + always, sinks)), LlamaRotaryEmbedding(config)
+    totals = [sum(chunk[row] for chunk in chunks) for row in range(rows)]
+    q = [2 * torch.randn(layers, HEADS, total, DIM, generator=generator) for total in totals]
+    k, v = ([torch.randn(layers, KV_HEADS, total, DIM, generator=generator) for total in totals] for _ in range(2))
+    expected = [simulated_lambda(config, window, always, *row) for row in zip(q, k, v, strict=True)]
+    seen = [0] * rows
+    for new in chunks:
+        given = [torch.zeros(layers, rows, states[0].shape[1], max(new), DIM) for states in (q, k, v)]
+        for states, padded in zip((q, k, v), given, strict=True):
+            for row, count in enumerate(new):
+                padded[:, row, :, max(new) - count :] = states[row][:, :, seen[row] : seen[row] + count]
+        mask = torch.arange(max(new)) >= max(new) - torch.tensor(new)[:, None]
+        cache.begin(config, torch.zeros(rows, max(new), HEADS * DIM), None if bool(mask.all()) else mask, rotary)
+        for layer in range(layers):
+            out = cache.attend(layer, *(states[layer] for states in given), None, None, DIM**-0.5).double()
+            for row, count in enumerate(new):
+                wanted = expected[row][layer, :, seen[row] : seen[row] + count]
+                torch.testing.assert_close(out[row, :, max(new) - count :], wanted, atol=2e-5, rtol=0)
+        cache.finish()
+        seen = [before + count for before, count in zip(seen, new, strict=True)]
+        for row in range(rows):
+            kept = [position for position in cache.positions(layers - 1)[row, 0].tolist() if position >= 0]
+            assert kept == simulated_stream(window + always, always, seen[row])
+
+
+@pytest.mark.parametrize("which", MODELS)
+def test_lm_infinite_does_not_depend_on_strides(which):
+    # Unlike StreamingLLM, whose queries see their whole stride.
+    model, ids = build(*which), tokens(2, 60)
+    mask = (torch.arange(60) >= torch.tensor([0, 23])[:, None]).long()
+    found = []
+    for stride, chunks in ((4096, ()), (7, ()), (1, (20, 40))):
+        cache = pod.PodCache(model.config, eviction=LMInfinite(12, sinks=3, stride=stride))
+        found.append(fed(model, cache, ids, mask, chunks)[mask.bool()])
+    assert_close(found[1], found[0])
+    assert_close(found[2], found[0])
+    with torch.no_grad():
+        # The window and the token itself hold all: nothing is left out, and no distance is above the ceiling.
+        whole = pod.PodCache(model.config, eviction=LMInfinite(62, sinks=3))
+        positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+        expected = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    assert_close(fed(model, whole, ids, mask)[mask.bool()], expected[mask.bool()])
+
+
+def test_lm_infinite_generates():
+    model, ids = build("qwen3", "scores", ANCHORS), tokens(2, 30)
+    for options in (dict(num_beams=3), dict(prefill_chunk_size=7)):
+        cache = pod.PodCache(model.config, eviction=LMInfinite(9, sinks=2))
+        out = model.generate(ids, past_key_values=cache, max_new_tokens=15, do_sample=False, **options)
+        assert out.shape == (2, 45) and cache.positions(2).shape[2] == 9
+    with pytest.raises(ValueError, match="larger than the 4 sinks, which it includes; got 4. Use at least 5"):
+        LMInfinite(4)
 
 
 @pytest.mark.parametrize("positions", POSITIONS)

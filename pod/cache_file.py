@@ -1,0 +1,118 @@
+"""A cache as one file: safetensors, with what is no tensor as JSON in the file's metadata.
+
+Only tensors and JSON are written and read, never pickles, so a file from elsewhere can do no harm.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers.configuration_utils import PreTrainedConfig
+
+FORMAT, VERSION = "pod-cache", 1
+
+# What keys and values depend on beside the weights, which the caller answers for.
+FIELDS = (
+    "model_type",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_size",
+    "intermediate_size",
+    "vocab_size",
+    "rope_parameters",
+    "sink_size",
+    "recent_size",
+    "share",
+)
+
+
+def described(config: PreTrainedConfig) -> dict[str, Any]:
+    """What of a config must be the same for a cache to be used again, as JSON."""
+    fields = {name: getattr(config, name, None) for name in FIELDS} | {"anchors": config.blocks.anchors.tolist()}
+    return json.loads(json.dumps(fields))
+
+
+def write_cache(
+    path: str | os.PathLike[str], tensors: dict[str, Tensor], facts: dict[str, Any], config: PreTrainedConfig
+) -> None:
+    """Write a cache's state; folders are made as needed.
+
+    The file is written aside and renamed, so that a reader never meets half of it.
+
+    Args:
+        path: of the file.
+        tensors: by name.
+        facts: what else there is to know, as JSON.
+        config: of the model.
+
+    Raises:
+        OSError: it cannot be written; nothing is left behind.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    content = json.dumps({"version": VERSION, "config": described(config), "facts": facts})
+    try:
+        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(contiguous, aside, metadata={"format": FORMAT, "content": content})
+        with open(aside, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    except SafetensorError as error:  # what a full disk raises
+        raise OSError(f"{path}: cannot be written: {error}") from error
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def read_cache(
+    path: str | os.PathLike[str], config: PreTrainedConfig, device: str
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read what `write_cache` wrote.
+
+    Args:
+        path: of the file.
+        config: of the model that will use the cache.
+        device: where the tensors go.
+
+    Returns:
+        The tensors and the facts.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: truncated, no cache of this version, or of a model with another config; names what differs.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such cache file; PodCache.save writes one")
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != FORMAT:
+                raise ValueError(f"{path}: not a cache that PodCache.save wrote (format {metadata.get('format')!r})")
+            content = json.loads(metadata["content"])
+            if content["version"] != VERSION:
+                raise ValueError(f"{path}: version is {content['version']}, this library reads version {VERSION}")
+            ours = described(config)
+            for name, theirs in content["config"].items():
+                if ours.get(name) != theirs:
+                    raise ValueError(
+                        f"{path}: the cache was made with {name} = {_shortened(theirs)}, the model's config has "
+                        f"{_shortened(ours.get(name))}. Load it with the config of the model that filled it."
+                    )
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no dictionary
+    except SafetensorError as error:
+        raise ValueError(f"{path}: not a whole safetensors file, truncated or damaged: {error}") from error
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path}: the metadata is damaged: {error!r}") from error
+    return tensors, content["facts"]
+
+
+def _shortened(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

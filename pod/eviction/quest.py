@@ -1,0 +1,81 @@
+"""Quest (arXiv 2406.10774): keep every token, and at each step read the pages that may matter most to the query."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers.configuration_utils import PreTrainedConfig
+
+from pod.blocks import LayerBlocks
+from pod.eviction.storage import StoragePolicy
+from pod_kernels.pages import page_bounds
+
+
+@dataclass(frozen=True)
+class Quest(StoragePolicy):
+    """Keep every token, and at each decoded token read the pages of keys whose products with its query may be highest.
+
+    A page is `page_size` consecutive tokens of a row; beside it lie the minimum and the maximum of its keys in each
+    channel. They bound the query's product with any of its keys, sum over d of max(q_d min_d, q_d max_d); a KV head
+    takes the maximum over its query heads and reads the budget // page_size pages with the highest bounds, the newest
+    page always among them; of equal bounds the more recent page. A row of at most `budget` tokens is read whole.
+    Forwards of several tokens (prefill, further turns, drafts) read everything.
+
+    Nothing is freed: it saves reads and costs two more vectors for each page of stored distant keys. Inside blocks of
+    more than one layer the anchor's query chooses, and all layers of the block read what it chose.
+
+    Args:
+        budget: tokens read per layer and KV head, at least `page_size`.
+        page_size: tokens of a page.
+        dense_layers: so many first layers read everything; an anchor there still chooses for its block's later layers.
+
+    Raises:
+        ValueError: a value is out of range; names it.
+    """
+
+    budget: int
+    page_size: int = 16
+    dense_layers: int = 2
+
+    def __post_init__(self) -> None:
+        if self.page_size < 1:
+            raise ValueError(f"page_size must be at least 1 token, got {self.page_size}")
+        if self.budget < self.page_size:
+            raise ValueError(
+                f"budget must be at least one page of page_size={self.page_size} tokens, got {self.budget}. Raise "
+                "budget, or make pages smaller."
+            )
+        if self.dense_layers < 0:
+            raise ValueError(f"dense_layers must be >= 0, got {self.dense_layers}")
+
+    def make_store(self, config: PreTrainedConfig, blocks: LayerBlocks) -> None:
+        """None: the cache's own storage keeps all tokens, and the pages beside their keys."""
+
+    def pages(self, length: int) -> int:
+        """Pages of `length` tokens."""
+        return -(-length // self.page_size)
+
+    def choose(self, q: Tensor, pages: Tensor, positions: Tensor, length: int) -> Tensor:
+        """The positions that one query reads.
+
+        Args:
+            q: [A, B, G, D] of the heads that choose.
+            pages: [A, B, P, 2 D] minima and maxima of the keys.
+            positions: [B, 1] int64, the query's position in each row, -1 for padding.
+            length: one more than the largest of them.
+
+        Returns:
+            [A, B, R] int64, best page first; -1 for none.
+        """
+        used = self.pages(length)
+        bounds = page_bounds(q, pages[:, :, :used])
+        number = torch.arange(used, device=q.device)
+        newest = positions.div(self.page_size, rounding_mode="floor")  # [B, 1]
+        bounds = bounds.masked_fill(number > newest, -torch.inf).masked_fill(number == newest, torch.inf)
+        most = min(used, self.pages(self.budget))
+        recent_first = bounds.flip(-1).argsort(dim=-1, descending=True, stable=True)
+        best = used - 1 - recent_first[..., :most]
+        count = torch.where(positions < self.budget, newest + 1, self.budget // self.page_size)
+        read = best[..., None] * self.page_size + torch.arange(self.page_size, device=q.device)
+        is_read = (number[:most] < count)[..., None] & (read <= positions[..., None])
+        return read.masked_fill(~is_read, -1).flatten(2)

@@ -1,0 +1,80 @@
+"""Quest as plain Python loops: every token is at hand, one row, one query and one page at a time."""
+
+import math
+
+import torch
+from cascade_simulation import softmax
+from torch import Tensor
+
+
+class SimulatedQuest:
+    """One row's attention in all layers.
+
+    Args:
+        anchors: [L][H_kv] anchor layers.
+        groups: query heads per KV head.
+        sink_size, recent_size, share: of PoD.
+        budget, page_size, dense_layers: of the method.
+    """
+
+    def __init__(self, anchors, groups, sink_size, recent_size, share, budget, page_size, dense_layers) -> None:
+        self.anchors, self.groups, self.share = anchors, groups, share
+        self.sink_size, self.recent_size = sink_size, recent_size
+        self.budget, self.page_size, self.dense_layers = budget, page_size, dense_layers
+        self.q: list[Tensor] = []  # of each token [L, H, D]
+        self.k: list[Tensor] = []  # [L, H_kv, D]
+        self.v: list[Tensor] = []
+        self.closest = math.inf  # how far the bounds of a page that is read and of one that is not lie apart
+
+    def crop(self, removed: int) -> None:
+        self.q, self.k, self.v = self.q[:-removed], self.k[:-removed], self.v[:-removed]
+
+    def pages(self, layer: int, head: int) -> list[int]:
+        """The pages that the newest query reads, by the rules; all of them up to `budget` tokens."""
+        newest, size = len(self.q) - 1, self.page_size
+        last = newest // size
+        if newest + 1 <= self.budget:
+            return list(range(last + 1))
+        bounds = []
+        for page in range(last):
+            keys = [self.k[token][layer, head].tolist() for token in range(page * size, page * size + size)]
+            best = -math.inf
+            for member in range(self.groups):
+                bound = 0.0
+                for d, number in enumerate(self.q[newest][layer, head * self.groups + member].tolist()):
+                    channel = [key[d] for key in keys]
+                    bound += max(number * min(channel), number * max(channel))
+                best = max(best, bound)
+            bounds.append((best, page))
+        bounds.sort(reverse=True)
+        count = self.budget // size - 1
+        if 0 < count < len(bounds):
+            self.closest = min(self.closest, bounds[count - 1][0] - bounds[count][0])
+        return [last, *(page for _, page in bounds[:count])]
+
+    def feed(self, q: Tensor, k: Tensor, v: Tensor, decodes: bool) -> tuple[Tensor, dict]:
+        """Tokens of q [L, H, T, D], k and v [L, H_kv, T, D]; their outputs, and the pages read of (layer, head)."""
+        first, count = len(self.q), q.shape[2]
+        for t in range(count):
+            self.q.append(q[:, :, t].double())
+            self.k.append(k[:, :, t].double())
+            self.v.append(v[:, :, t].double())
+        out, read = torch.zeros(q.shape, dtype=torch.float64), {}
+        for layer, row in enumerate(self.anchors):
+            for head, anchor in enumerate(row):
+                pages = None
+                if decodes and layer >= self.dense_layers:
+                    pages = read[layer, head] = self.pages(anchor, head)
+                for query in range(first, first + count):
+                    keys = [t for t in range(query + 1) if pages is None or t // self.page_size in pages]
+                    for asking in range(head * self.groups, (head + 1) * self.groups):
+                        weights = softmax([self.logit(layer, anchor, head, asking, query, key) for key in keys])
+                        for key, weight in zip(keys, weights, strict=True):
+                            out[layer, asking, query - first] += weight * self.v[key][layer, head]
+        return out, read
+
+    def logit(self, layer: int, anchor: int, head: int, asking: int, query: int, key: int) -> float:
+        proximal = key < self.sink_size or query - key < self.recent_size
+        q = self.q[query][layer if proximal or self.share == "keys" else anchor, asking]
+        k = self.k[key][layer if proximal else anchor, head]
+        return float(q @ k) / math.sqrt(q.shape[0])

@@ -1,0 +1,200 @@
+"""Quest: the pages that are read and the outputs are those of a plain simulation; nothing else is read; bytes."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from quest_simulation import SimulatedQuest
+from simulation import Ambiguous
+from test_cascade import DIM, HEADS, KV_HEADS, config_of
+from tiny_models import ANCHORS, DENSE, assert_close, build, fed, tokens
+
+import pod
+from pod.eviction import Quest
+
+GROUPS = HEADS // KV_HEADS
+MODELS = [
+    pytest.param(("llama", "scores", ANCHORS), id="llama-scores"),
+    pytest.param(("qwen3", "keys", ANCHORS), id="qwen3-keys"),
+    pytest.param(("llama", "scores", DENSE), id="llama-dense"),
+]
+
+
+def run_both(config, method, chunks, seed=0, crop=0):
+    """Feed random q, k, v to a cache and to one simulation per row, and compare every forward.
+
+    chunks: lists of the real tokens of each row, right-aligned in the chunk.
+    crop: tokens that are taken back after every chunk of several.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    layers, rows, anchors = config.num_hidden_layers, len(chunks[0]), config.blocks.anchors.tolist()
+    cache = pod.PodCache(config, eviction=method)
+    sizes = config.sink_size, config.recent_size, config.share
+    parts = method.budget, method.page_size, method.dense_layers
+    truths = [SimulatedQuest(anchors, GROUPS, *sizes, *parts) for _ in range(rows)]
+    choices = 0
+    for number, new in enumerate(chunks):
+        columns = max(new)
+        q = 2 * torch.randn(layers, rows, HEADS, columns, DIM, generator=generator)
+        k, v = torch.randn(2, layers, rows, KV_HEADS, columns, DIM, generator=generator)
+        mask = torch.arange(columns) >= columns - torch.tensor(new)[:, None]
+        cache.begin(config, torch.zeros(rows, columns, 1), None if bool(mask.all()) else mask, None)
+        step, out = cache._step, []
+        for layer, row in enumerate(anchors):
+            distant = [None, None]
+            if cache.takes_anchors(columns):
+                asked = row if config.share == "scores" else [layer] * KV_HEADS
+                distant[0] = torch.stack([q[asked[head // GROUPS], :, head] for head in range(HEADS)], dim=1)
+                distant[1] = torch.stack([k[anchor, :, head] for head, anchor in enumerate(row)], dim=1)
+            out.append(cache.attend(layer, q[layer], k[layer], v[layer], *distant, DIM**-0.5))
+        out = torch.stack(out)
+        decodes = columns == 1 and number > 0
+        for row, truth in enumerate(truths):
+            real = slice(columns - new[row], columns)
+            given = [states[:, row, :, real] for states in (q, k, v)]
+            expected, read = truth.feed(*given, decodes) if new[row] else (out[:, row, :, real].double(), {})
+            if truth.closest < 1e-4:
+                raise Ambiguous
+            for (layer, head), pages in read.items():
+                found = step.read[anchors[layer][head], head][row].tolist()
+                assert sorted({token // method.page_size for token in found if token >= 0}) == sorted(pages)
+                held = [token for page in pages for token in range(page * method.page_size, len(truth.q))]
+                wanted = {token for token in held if token // method.page_size in pages}
+                assert sorted(token for token in found if token >= 0) == sorted(wanted)
+                choices += len(pages) < (len(truth.q) - 1) // method.page_size + 1
+            torch.testing.assert_close(out[:, row, :, real].double(), expected, atol=2e-5, rtol=0)
+            assert not out[:, row, :, : columns - new[row]].any()
+        cache.finish()
+        if crop and columns > 1 and min(len(truth.q) for truth in truths) > crop:
+            cache.crop(-crop)
+            for truth in truths:
+                truth.crop(crop)
+    return cache, choices
+
+
+@st.composite
+def runs(draw):
+    rows = draw(st.integers(1, 3))
+    first = draw(st.lists(st.integers(0, 17), min_size=rows, max_size=rows).filter(any))
+    # Rows of which nothing but padding was seen may go on in a later chunk; after its first token a row has no padding.
+    later = draw(st.lists(st.sampled_from([1, 1, 1, 1, 4]), max_size=14))
+    anchors = draw(st.sampled_from([((0, 0), (0, 1), (0, 1)), ((0, 0), (1, 1)), ((0, 0), (1, 0), (2, 2), (2, 3))]))
+    sizes = draw(st.integers(0, 3)), draw(st.integers(1, 8)), draw(st.sampled_from(["scores", "keys"]))
+    page = draw(st.integers(1, 5))
+    method = Quest(draw(st.integers(page, 4 * page)), page, draw(st.integers(0, 2)))
+    return [first] + [[count] * rows for count in later], anchors, sizes, method, draw(st.integers(0, 99))
+
+
+@settings(deadline=None, max_examples=20, derandomize=True)
+@given(runs(), st.sampled_from([0, 2]))
+def test_forwards_equal_the_simulation(run, crop):
+    chunks, anchors, (sinks, recent, share), method, seed = run
+    try:
+        run_both(config_of(anchors, share, sinks, recent), method, chunks, seed, crop)
+    except Ambiguous:
+        assume(False)
+
+
+@pytest.mark.parametrize("share", ["scores", "keys"])
+@pytest.mark.parametrize("anchors", [((0, 0), (1, 1)), ((0, 0), (0, 1), (2, 1))], ids=["dense", "blocks"])
+def test_decoding_equals_the_simulation_step_by_step(anchors, share):
+    # Odd lengths and left padding: pages count from each row's first real token.
+    chunks = [[13, 22, 5]] + [[1, 1, 1]] * 12
+    cache, choices = run_both(config_of(anchors, share, 2, 6), Quest(8, 4, 0), chunks)
+    assert choices > 20
+    assert cache.nbytes() == sum(storage.untyped_storage().nbytes() for storage in cache.storages())
+
+
+@pytest.mark.parametrize("which", MODELS)
+def test_what_is_not_read_is_not_touched(which):
+    model = build(*which)
+    cache = pod.PodCache(model.config, max_length=50, eviction=Quest(8, 4, dense_layers=0))
+    fed(model, cache, tokens(2, 41))
+    poisoned, reads = copy.deepcopy(cache), []
+    finish = cache.finish
+    cache.finish = lambda: reads.append(cache._step.read) or finish()
+    expected = fed(model, cache, tokens(2, 1))
+    for layer, segments in enumerate(poisoned._segments):
+        for place, head in enumerate(segments.order):
+            read = reads[0][int(poisoned.blocks.anchors[layer, head]), head]
+            for row in range(2):
+                unread = [token for token in range(41) if token not in read[row].tolist()]
+                assert len(unread) == 41 - (4 + 1)  # the newest page has two tokens, one of them new
+                segments.values.rectangle[place, row, unread] = torch.nan
+                if place < segments.num_anchors:
+                    segments.keys.rectangle[place, row, unread] = torch.nan
+    # The page that gets the new token is computed from its keys again, and it is always read.
+    assert torch.equal(fed(model, poisoned, tokens(2, 1)), expected)
+
+
+@pytest.mark.parametrize("which", MODELS)
+def test_a_budget_of_all_tokens_changes_nothing(which):
+    model, ids = build(*which), tokens(3, 30)
+    mask = (torch.arange(30) >= torch.tensor([0, 27, 11])[:, None]).long()
+    caches = [pod.PodCache(model.config, eviction=method) for method in (Quest(40, 8, 0), None)]
+    logits = []
+    for one in caches:
+        first = fed(model, one, ids[:, :21], mask)
+        logits.append(torch.cat([first, fed(model, one, ids[:, 21:], mask, (1,) * 9)], dim=1))
+    assert_close(*(found[mask.bool()] for found in logits))
+    tight = pod.PodCache(model.config, eviction=Quest(8, 8, 0))
+    fed(model, tight, ids[:, :21], mask)
+    assert (fed(model, tight, ids[:, 21:], mask, (1,) * 9)[0] - logits[0][0, 21:]).abs().max() > 1e-2
+
+
+def test_the_first_layers_are_dense_and_a_prefill_in_chunks_is():
+    model, ids = build("llama", "scores", DENSE), tokens(1, 40)
+    for cache in (pod.PodCache(model.config, eviction=Quest(8, 4, dense_layers=3)), pod.PodCache(model.config)):
+        whole = fed(model, cache, ids[:, :30]), fed(model, cache, ids[:, 30:], chunks=(1,) * 10)
+    cache = pod.PodCache(model.config, eviction=Quest(8, 4, dense_layers=3))
+    fed(model, cache, ids[:, :30])
+    assert_close(fed(model, cache, ids[:, 30:], chunks=(1,) * 10), whole[1])
+    cache = pod.PodCache(model.config, eviction=Quest(8, 4, dense_layers=0))
+    with cache.prefill():
+        assert_close(fed(model, cache, ids[:, :30]), whole[0])
+        assert_close(fed(model, cache, ids[:, 30:], chunks=(1,) * 10), whole[1])
+
+
+@pytest.mark.parametrize("which", MODELS)
+def test_rows_are_reordered_and_generate_runs(which):
+    model, ids = build(*which), tokens(2, 25)
+    method = Quest(8, 4, dense_layers=1)
+    one, other = (pod.PodCache(model.config, eviction=method) for _ in range(2))
+    fed(model, one, ids)
+    one.reorder_cache(torch.tensor([1, 1, 0]))
+    fed(model, other, ids[[1, 1, 0]])
+    for step in range(3):
+        assert_close(fed(model, one, tokens(3, 1, seed=step)), fed(model, other, tokens(3, 1, seed=step)))
+    for options in (dict(num_beams=3), dict(prefill_chunk_size=7), dict(prompt_lookup_num_tokens=2)):
+        rows = ids[:1] if "prompt_lookup_num_tokens" in options else ids
+        cache = pod.PodCache(model.config, eviction=method)
+        options |= dict(max_new_tokens=9, do_sample=False, suppress_tokens=[0])
+        out = model.generate(rows, past_key_values=cache, **options)
+        assert out.shape == (len(rows), 34)
+
+
+@pytest.mark.parametrize("which", MODELS)
+def test_bytes_are_those_without_eviction_and_the_pages(which):
+    model = build(*which)
+    cache = pod.PodCache(model.config, max_length=61, eviction=Quest(16))
+    fed(model, cache, tokens(2, 5))
+    anchors = model.config.blocks.num_blocks
+    plain = pod.PodCache(model.config, max_length=61).expected_nbytes(61, batch=2, itemsize=4)
+    assert cache.nbytes() == plain + 2 * anchors * 4 * (2 * DIM) * 4 == cache.expected_nbytes(61, batch=2, itemsize=4)
+    assert cache.nbytes() == sum(storage.untyped_storage().nbytes() for storage in cache.storages())
+    assert (cache.positions(0) >= 0).sum() == 2 * 2 * 5
+
+
+@pytest.mark.parametrize(
+    "kwargs, message",
+    [
+        (dict(budget=15), "at least one page of page_size=16 tokens, got 15"),
+        (dict(budget=9, page_size=0), "page_size must be at least 1 token, got 0"),
+        (dict(budget=16, dense_layers=-1), "dense_layers must be >= 0, got -1"),
+    ],
+)
+def test_bad_values_are_named(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        Quest(**kwargs)
