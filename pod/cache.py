@@ -95,7 +95,7 @@ class PodCache(Cache):
                 f"tau={self.tau} cannot be combined with eviction: a method chooses what is read. Leave one of them out"
                 + (" (the model's config sets tau: config.tau = None takes it away)" if tau is None else "")
             )
-        self.stats = SkipStats()
+        self._stats = SkipStats()
         self.config = config
         self.max_length = max_length
         self.may_grow = max_length is None
@@ -193,6 +193,10 @@ class PodCache(Cache):
             "PodCache belongs to PoD models: a dense model cannot use it, because distant keys are not stored in "
             "every layer. Convert the model with pod.convert(model, blocks) first, or use transformers' DynamicCache."
         )
+
+    @property
+    def stats(self) -> SkipStats:
+        return self._stats.collect()
 
     # ------------------------------------------------------------------ size
 
@@ -429,7 +433,7 @@ class PodCache(Cache):
             scale=scale,
             masks=step.masks,
             tau=self.tau,
-            stats=self.stats,
+            stats=self._stats,
         )
         if not is_single:
             self._write_near(segments, new_keys, step)
@@ -467,7 +471,7 @@ class PodCache(Cache):
         self._workspace = self._lengths = self._step = None
         self._longest = self._columns = self._most_columns = self._capacity = 0
         self._even = True
-        self.stats = SkipStats()
+        self._stats = SkipStats()
         if self._evicting is not None:
             self._evicting.reset()
 
