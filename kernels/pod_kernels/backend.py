@@ -15,8 +15,8 @@ def runs_triton(states: Tensor) -> bool:
     """Whether Triton's kernels take these states.
 
     The environment variable POD_BACKEND decides: "auto" (as when it is not set) takes the kernels on CUDA devices where
-    triton is installed, "triton" takes them or refuses, "reference" and "composed" are plain torch. On a CPU the kernels
-    run in Triton's interpreter, for tests: TRITON_INTERPRET=1, set before triton is imported.
+    triton is installed, "triton" takes them or refuses, "reference" and "composed" are plain torch. On a CPU the
+    kernels run in Triton's interpreter, for tests: TRITON_INTERPRET=1, set before triton is imported.
 
     Args:
         states: [.., D] the queries, or what is stored.

@@ -5,8 +5,8 @@ first), S = H_kv - A the others, W columns of the workspace, M places for own ke
 
 One program attends with the G query heads of one row and KV head to a part of what is stored. `_attend` runs over an
 anchor's keys and values and leaves its distant scores in the workspace; over another head's distant values with those
-scores (or with the anchor's keys, under `share: keys`); and over that head's proximal tokens with its own keys. `_merge`
-adds up the parts in a fixed order, so that equal inputs give equal bits.
+scores (or with the anchor's keys, under `share: keys`); and over that head's proximal tokens with its own keys.
+`_merge` adds up the parts in a fixed order, so that equal inputs give equal bits.
 
 Early skip takes two launches more: the first knows the gate without a distant value (`_attend` in its phase 1), the
 second decides on the device, each of its programs the same, and reads the distant values where they are needed.
@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pod_kernels.packed import PackedLayer
 from pod_kernels.segments import LayerSegments, Segments
 from pod_kernels.skipping import SkipStats
 
@@ -296,9 +297,9 @@ def _merge(
 
     most = tl.load(numbers + known, mask=is_part, other=float("-inf"))
     top = tl.max(most, 0)
-    factor = tl.exp2(most - tl.where(top == float("-inf"), 0.0, top)[None, :])
-    mass = tl.sum(factor * tl.load(numbers + known + GROUPS, mask=is_part, other=0.0), 0)
-    distant_mass = tl.sum(factor * tl.load(numbers + known + 2 * GROUPS, mask=is_part, other=0.0), 0)
+    factors = tl.exp2(most - tl.where(top == float("-inf"), 0.0, top)[None, :])
+    mass = tl.sum(factors * tl.load(numbers + known + GROUPS, mask=is_part, other=0.0), 0)
+    distant_mass = tl.sum(factors * tl.load(numbers + known + 2 * GROUPS, mask=is_part, other=0.0), 0)
     is_some = mass > 0
     mass = tl.where(is_some, mass, 1.0)
     tl.store(lse + head, tl.where(is_some, (top + tl.log2(mass)) * LN_2, float("-inf")), mask=is_lane)
@@ -567,3 +568,58 @@ def cached_decode(
         tau=tau,
         stats=stats,
     )
+
+
+def packed_decode(
+    q: Tensor,
+    layer: PackedLayer,
+    *,
+    positions: Tensor,
+    slot_positions: tuple[tuple[Segments, int], ...],
+    scores: Tensor | None,
+    score_heads: tuple[int, ...],
+    q_distant: Tensor | None,
+    distant_keys: tuple[tuple[Segments, int], ...],
+    scale: float,
+    return_weights: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`pod_kernels.packed_attention` of one query in each row; see there."""
+    anchors, kv_heads = layer.num_anchors, len(layer.order)
+    batch, heads = q.shape[:2]
+    if scores is not None:
+        shared = [HeadRun(anchors, kv_heads - anchors)] if anchors < kv_heads else []
+    else:
+        shared = head_runs(anchors, distant_keys, slot_positions[anchors:])
+    weights = None
+    widest = max(max(sizes) for sizes in layer.values.sizes)
+    if return_weights:
+        width = max((max(sizes) for sizes in layer.keys.sizes), default=0)
+        shape = (anchors, batch, heads // kv_heads, width)
+        weights = torch.full(shape, -torch.inf, dtype=torch.float32, device=q.device)
+    out, lse, _ = decode_attention(
+        q,
+        order=layer.index,
+        anchors=anchors,
+        anchor_runs=head_runs(0, tuple((layer.keys, head) for head in range(anchors)), slot_positions[:anchors]),
+        shared_runs=shared,
+        values=layer.values,
+        near=layer.near_keys,
+        near_positions=layer.near_positions,
+        near_slots=layer.near_slots,
+        positions=positions,
+        length=widest,
+        sink_size=layer.sink_size,
+        recent_size=layer.recent_size,
+        ring_size=1,
+        scale=scale,
+        scores=scores,
+        score_heads=score_heads,
+        q_distant=q_distant,
+        weights=weights,
+    )
+    if weights is None:
+        return out
+    lse = lse.view(batch, kv_heads, -1, 1).transpose(0, 1)
+    lse = (lse if layer.index is None else lse[layer.index])[:anchors]
+    # A padded row sees nothing: -inf - inf, and so weights of zero.
+    return out, weights.sub_(lse.masked_fill(lse == -torch.inf, torch.inf)).exp_()[..., None, :]

@@ -172,7 +172,7 @@ class EvictingStorage:
         self.tables: dict[int, Table] = {}
         self.prefill = Prefill()
         self.step = None
-        self.scores: dict[int, dict[int, Tensor]] = {}
+        self.workspace: Tensor | None = None  # [H_kv, B, G, 1, W] float32, what anchors leave during one step
         self.is_frozen = False
         self.is_settled = False  # a step has evicted since the last prefill: every unit is within its budget
         self.decoded = 0
@@ -239,7 +239,6 @@ class EvictingStorage:
         self.is_direct = step.is_first and not self.in_prefill and not self.is_frozen
         self.is_decoding = self.count == 1 and not step.is_first and not self.in_prefill
         self.acts = not self.is_frozen and not self.is_decoding
-        self.scores = {}
         if not self.in_prefill:
             self.prefill = Prefill()
 
@@ -250,7 +249,6 @@ class EvictingStorage:
             self._drop_condemned()
         elif self.acts and not self.in_prefill:
             self._end_prefill()
-        self.scores = {}
         for table in self.tables.values():
             table.new_slots = None
         self.step = None
@@ -731,7 +729,7 @@ class EvictingStorage:
             stored,
             positions=step.positions,
             slot_positions=tuple((table.slots, table.heads.index(head)) for table, head in units),
-            scores=self.scores if uses_scores else None,
+            scores=self._scores(q, stored) if uses_scores else None,
             score_heads=tuple(head for head in stored.order[:anchors] if self.last_layer[layer, head] > layer),
             q_distant=q_distant,
             distant_keys=distant_keys,
@@ -743,6 +741,17 @@ class EvictingStorage:
         out, weights = result
         self._condemn(layer, weights)
         return out
+
+    def _scores(self, q: Tensor, stored: Layer) -> Tensor:
+        """The workspace, wide enough for this layer; what anchors before it have left stays."""
+        heads, batch = len(stored.order), q.shape[0]
+        old, width = self.workspace, max(map(max, stored.values.sizes))
+        if old is None or old.shape[1] != batch or old.shape[-1] < width or old.device != q.device:
+            shape = (heads, batch, q.shape[1] // heads, 1, width)
+            self.workspace = torch.empty(shape, dtype=torch.float32, device=q.device)
+            if old is not None and old.shape[1] == batch and old.device == q.device:
+                self.workspace[..., : old.shape[-1]] = old
+        return self.workspace
 
     # ------------------------------------------------------------------ sizes
 
