@@ -24,6 +24,7 @@ from pod.eviction.manager import EvictingStorage
 from pod.eviction.storage import Rotary, StoragePolicy, Store, strides
 from pod.eviction.streaming import WindowAttention
 from pod_kernels import LayerSegments, Segments, SkipStats, cached_attention, shared_score_attention
+from pod_kernels.backend import runs_triton
 from pod_kernels.cached import Masks
 
 
@@ -439,7 +440,7 @@ class PodCache(Cache):
             self._write_near(segments, new_keys, step)
         return out if not v.requires_grad else _CacheBoundary.apply(out, v)
 
-    def write(self, layer: int, k: Tensor, v: Tensor, near: bool = True) -> Tensor:
+    def write(self, layer: int, k: Tensor, v: Tensor, near: bool = True) -> Tensor | None:
         """Store one layer's keys and values of the forward that `begin` opened; `attend` calls it.
 
         Args:
@@ -448,18 +449,24 @@ class PodCache(Cache):
             near: also the other heads' own keys, the last ones of which push out older ones.
 
         Returns:
-            [S, B, T, D] the own keys of the heads that are no anchors.
+            [S, B, T, D] the own keys of the heads that are no anchors where these are still to be stored, else None.
         """
         step = self._step
         self._reserve(step.length, k)
         segments = self._segments[layer]
+        if near and k.shape[2] == 1 and not step.is_first and runs_triton(v):
+            from pod_kernels.update import append  # imports triton
+
+            append(segments, k.detach(), v.detach(), step.positions)
+            return None
         stored_k = segments.stored(k.detach().transpose(0, 1))  # [H_kv, B, T, D]
         own = stored_k[segments.num_anchors :]
         self._write(segments.values, segments.stored(v.detach().transpose(0, 1)), step)
         self._write(segments.keys, stored_k[: segments.num_anchors], step)
-        if near:
-            self._write_near(segments, own, step)
-        return own
+        if not near:
+            return own
+        self._write_near(segments, own, step)
+        return None
 
     # ------------------------------------------------------------------ rows
 

@@ -29,6 +29,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from pod.blocks import LayerBlocks
 from pod.eviction.base import Eviction, Observation, Sharing, Stage, kept, lowest
 from pod_kernels import PackedLayer, Segments, attention_weights, packed_attention, shared_score_attention
+from pod_kernels.backend import runs_triton
 from pod_kernels.cached import MAX_LOGITS
 
 Unit = tuple[int, int]  # anchor layer, KV head
@@ -594,6 +595,10 @@ class EvictingStorage:
         step, anchors, count = self.step, self.num_anchors[layer], self.count
         if anchors:
             self._make_room(layer, keys)
+        if count == 1 and runs_triton(values):
+            self._append_one(layer, queries, keys, values)
+            return
+        if anchors:
             table = self.tables[layer]
             held = table.slots.padded(torch.iinfo(torch.int32).max)[..., 0]
             if count == 1:
@@ -626,6 +631,31 @@ class EvictingStorage:
         if anchors < len(units):
             self._write_near(stored, keys[anchors:], slots[anchors:])
 
+    def _append_one(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> None:
+        """The same of one token in each row, by one kernel."""
+        from pod_kernels.update import append_packed  # imports triton
+
+        anchors, order = self.num_anchors[layer], self.orders[layer]
+        table, stored = self.tables.get(layer), self.layers[layer]
+        if stored is None:
+            stored = self.layers[layer] = self._empty_layer(layer, keys, values)
+        slots = None
+        if anchors < len(order):
+            tables = [(self.tables[self.anchors[layer][head]], head) for head in order[anchors:]]
+            slots = torch.stack([table.new_slots[table.heads.index(head)] for table, head in tables])
+            self._make_near_room(stored)
+            stored.near_room -= 1
+        held = scores = None
+        if anchors:
+            held = table.slots
+            scores = table.scores if self.method.carries or self.method.lasting else None
+            table.room -= 1
+        new_slots = append_packed(stored, held, scores, keys, values, self.step.positions, slots)
+        if anchors:
+            table.new_slots = new_slots
+            if self.acts:
+                self._look(layer, queries)
+
     def _look(self, layer: int, queries: Tensor) -> None:
         """Add the chunk's attention to carried scores, and keep its last queries for the decision."""
         table, stored = self.tables[layer], self.layers[layer]
@@ -654,16 +684,19 @@ class EvictingStorage:
             stored.near_positions = torch.cat([stored.near_positions, positions.int()], dim=2)
             stored.near_slots = torch.cat([stored.near_slots, slots.int()], dim=2)
             return
-        places = stored.near_keys.shape[2]
-        if stored.near_room < 1 and places < self._near_bound(stored):
-            near = stored.near_keys, stored.near_positions, stored.near_slots
-            self._pack_near(stored, *near, step.before - 1, self._near_reach(), least=1)
+        self._make_near_room(stored)
         stored.near_room -= 1
         is_sink = (stored.near_positions >= 0) & (stored.near_positions < stored.sink_size)
         place = stored.near_positions.masked_fill(is_sink, torch.iinfo(torch.int32).max).argmin(dim=-1, keepdim=True)
         stored.near_positions.scatter_(2, place, positions.int())
         stored.near_slots.scatter_(2, place, slots.int())
         stored.near_keys.scatter_(2, place[..., None].expand(*place.shape, keys.shape[-1]), keys)
+
+    def _make_near_room(self, stored: Layer) -> None:
+        """A place for one token's own key, while there may be more of them."""
+        if stored.near_room < 1 and stored.near_keys.shape[2] < self._near_bound(stored):
+            near = stored.near_keys, stored.near_positions, stored.near_slots
+            self._pack_near(stored, *near, self.step.before - 1, self._near_reach(), least=1)
 
     def _tidy_near(self, layer: int) -> None:
         """After several queries, keep the own keys that a later one can need."""
