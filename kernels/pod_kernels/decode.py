@@ -120,9 +120,9 @@ def _attend(
     scores += kv_head.to(tl.int64) * score_head + row * score_row
 
     most = tl.full([LANES], float("-inf"), tl.float32)
-    total = tl.zeros([LANES], tl.float32)
-    total_distant = tl.zeros([LANES], tl.float32)
-    sums = tl.zeros([LANES, DIM_2], tl.float32)
+    total = tl.full([LANES], 0.0, tl.float32)
+    total_distant = tl.full([LANES], 0.0, tl.float32)
+    sums = tl.full([LANES, DIM_2], 0.0, tl.float32)
 
     if split < NEAR_SPLITS:
         asked = tl.load(q + asked_at, mask=lane_dim, other=0.0)
@@ -131,7 +131,7 @@ def _attend(
         count = first_seen + tl.maximum(at + 1 - recent_first, 0)
         if PACKED:
             count = near_places
-        share = tl.cdiv(tl.cdiv(count, BLOCK), NEAR_SPLITS) * BLOCK
+        share = (count + NEAR_SPLITS * BLOCK - 1) // (NEAR_SPLITS * BLOCK) * BLOCK
         first = split * share
         last = tl.minimum(count, first + share)
         near_base = ((place - anchors) * batch + row) * near_places
@@ -167,7 +167,8 @@ def _attend(
         elif not ANCHOR:
             first = sinks
             last = at + 1 - recent
-        share = tl.cdiv(tl.cdiv(tl.maximum(last - first, 0), BLOCK), SPLITS - NEAR_SPLITS) * BLOCK
+        together: tl.constexpr = (SPLITS - NEAR_SPLITS) * BLOCK
+        share = (tl.maximum(last - first, 0) + together - 1) // together * BLOCK
         first += (split - NEAR_SPLITS) * share
         last = tl.minimum(last, first + share)
         is_skipped = lane < 0
@@ -307,8 +308,8 @@ def _merge(
 
     top = tl.max(tl.load(numbers + known + 3 * GROUPS, mask=is_part, other=float("-inf")), 0)
     top = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.zeros([LANES], tl.float32)
-    sums = tl.zeros([LANES, DIM_2], tl.float32)
+    total = tl.full([LANES], 0.0, tl.float32)
+    sums = tl.full([LANES, DIM_2], 0.0, tl.float32)
     for index in range(0, SPLITS):
         at = (unit * SPLITS + index) * (5 * GROUPS) + lane
         factor = tl.exp2(tl.load(numbers + at + 3 * GROUPS, mask=is_lane, other=float("-inf")) - top)
