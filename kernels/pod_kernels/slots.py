@@ -163,7 +163,7 @@ def slot_attention(
             pairs += all_logits[-1].numel()
         logits = all_logits[0] if len(all_logits) == 1 else torch.cat(all_logits)
         if own is not None:
-            pairs += _put_own(logits[num_anchors:], asked[num_anchors:], own, at, sink_size, recent_size, scale)
+            pairs += put_own(logits[num_anchors:], asked[num_anchors:], own, at, sink_size, recent_size, scale)
         seen = has_key[:, None] & (column - used <= order[part, None])
         seen = seen if near is None else seen & near[:, part]
         logits.masked_fill_(~seen[None, :, None], torch.finfo(torch.float32).min)
@@ -194,7 +194,7 @@ def _fused(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float) 
     return out.unflatten(0, (heads, batch))
 
 
-def _put_own(
+def put_own(
     logits: Tensor, queries: Tensor, own: OwnKeys, at: Tensor, sink_size: int, recent_size: int, scale: float
 ) -> int:
     """Overwrite the proximal columns of logits [S, B, G, t, M] with the heads' own; how many pairs."""
