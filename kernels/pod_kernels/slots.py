@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pod_kernels.backend import runs_triton
 from pod_kernels.cached import MAX_LOGITS
 
 # Numbers that one part of the work may materialise on a CPU: what fits its caches.
@@ -132,6 +133,14 @@ def slot_attention(
     if count > 1:
         # One query reads slots and chunk in place. For many, one product over both is worth the copy.
         keys, values = ((torch.cat(list(pieces), dim=2),) for pieces in (keys, values))
+    if count > 1 and not anchors and window is None and runs_triton(q):
+        from pod_kernels.column_sums import chunk_attention  # imports triton
+
+        counts = is_real.sum(dim=1)
+        out, sums = chunk_attention(
+            q, keys[0], values[0], used=used, kept=kept, counts=counts, scale=scale, decay=decay
+        )
+        return out, sums, None, heads * batch * groups * count * width
     near = None
     if window is not None:
         key, query = torch.cat([window, positions], dim=1)[:, None], positions[..., None]

@@ -3,19 +3,23 @@
 The interpreter needs tens of milliseconds for each program, so shapes are as small as the cases allow.
 """
 
+import numpy as np
 import pytest
 import torch
 from test_model import left_padded, tiny_model
 from torch import Tensor
 
 import pod
-from pod.eviction import CAKE, H2O, TOVA, AdaKV, SnapKV
+from pod.eviction import CAKE, H2O, TOVA, AdaKV, Cascade, SnapKV, StreamingLLM
 from pod_kernels import LayerSegments, PackedLayer, Segments, SkipStats, backend, cached_attention, packed_attention
 from pod_kernels.cached import reference_cached_attention
+from pod_kernels.cascade import Cascades, CascadeState
 from pod_kernels.packed import reference_packed_attention
+from pod_kernels.slots import slot_attention
 
 decode = pytest.importorskip("pod_kernels.decode", reason="triton is not installed")
 update = pytest.importorskip("pod_kernels.update", reason="triton is not installed")
+column_sums = pytest.importorskip("pod_kernels.column_sums", reason="triton is not installed")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CAPACITY, SINKS, RECENT, SLACK = 40, 3, 5, 2
@@ -31,6 +35,7 @@ def small_tiles(request, monkeypatch):
         monkeypatch.setattr(decode, "BLOCK", 16)
         monkeypatch.setattr(decode, "SPLITS", 2)
         monkeypatch.setattr(update, "BLOCK", 16)
+        monkeypatch.setattr(column_sums, "TILE", (16, 16))
 
 
 def random_segments(heads: int, capacity: int, lengths: Tensor, dim: int, dtype: torch.dtype) -> Segments:
@@ -299,6 +304,82 @@ def test_a_token_is_stored_bit_for_bit(monkeypatch):
     assert not torch.equal(k, v)
 
 
+def inserted_alike(levels: int, size: int, sinks: int, reduction: str, steps: int) -> None:
+    """A token at a time into two states, by torch and by the kernels; the second row begins later."""
+    cascades = Cascades(sinks, levels * size, levels)
+    states = [CascadeState.allocate(cascades, 2, 2, True, DEVICE) for _ in range(2)]
+    seen, generator = np.array([0, 0]), torch.Generator().manual_seed(0)
+    for step in range(steps):
+        new = np.array([1, int(step >= steps // 4)])
+        positions = torch.tensor([[seen[0]], [seen[1] if new[1] else -1]], device=DEVICE)
+        used = min(int(seen.max()), cascades.slots)
+        # Few different numbers, so that there are ties.
+        sums = torch.rand(2, 2, 3, used + 1, generator=generator).mul(4).round().to(DEVICE)
+        factors = torch.tensor([0.9, 0.9 if new[1] else 1.0], device=DEVICE)
+        plain, fast = states
+        reduced = sums.amax(dim=2) if reduction == "max" else sums.mean(dim=2)
+        plain.scores[..., :used].mul_(factors[:, None]).add_(reduced[..., :used])
+        expected = plain.insert(cascades, cascades.plan(seen, new, 1, DEVICE), positions, reduced[..., used:])
+        scores = update.average(fast.scores, sums, factors, reduction)
+        assert torch.equal(scores, reduced[..., used:])
+        assert torch.equal(update.insert(fast, cascades, positions, scores), expected)
+        # What has no slot or place goes to the last column, which says nothing.
+        for one, other in zip(fast.tensors(), plain.tensors(), strict=True):
+            assert torch.equal(one[..., :-1], other[..., :-1])
+        seen = seen + new
+
+
+def test_a_cascade_takes_a_token_bit_for_bit():
+    inserted_alike(3, 2, 1, "max", 16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("levels, size, sinks, reduction", [(1, 3, 2, "max"), (4, 3, 0, "mean"), (2, 1, 2, "max")])
+def test_cascades_take_tokens_bit_for_bit(levels, size, sinks, reduction):
+    inserted_alike(levels, size, sinks, reduction, 40)
+
+
+def chunk(count: int, used: int, dtype: torch.dtype, shape=(2, 2, 2, 24)) -> dict:
+    """The arguments of `slot_attention` for a chunk whose second row has padding, and fewer slots in use."""
+    heads, batch, groups, dim = shape
+    torch.manual_seed(10)
+    q = torch.randn(heads, batch, groups, count, dim, device=DEVICE).to(dtype)
+    keys, values = torch.randn(2, heads, batch, used + count, dim, device=DEVICE).to(dtype)
+    counts = torch.tensor([count, max(1, count - 3)], device=DEVICE)[:batch]
+    positions = torch.arange(count, device=DEVICE) - (count - counts)[:, None]
+    return dict(
+        q=q,
+        keys=keys.split([used, count], dim=2),
+        values=values.split([used, count], dim=2),
+        kept=torch.tensor([used, used // 2], device=DEVICE)[:batch],
+        positions=torch.where(positions >= 0, positions + 50, -1),
+        anchors=[],
+        own=None,
+        share="scores",
+        sink_size=0,
+        recent_size=1,
+        scale=0.3,
+        decay=0.9 ** torch.arange(count - 1, -1, -1, device=DEVICE, dtype=torch.float32),
+    )
+
+
+@pytest.mark.parametrize(
+    "count, used",
+    [
+        pytest.param(19, 21, marks=pytest.mark.slow),
+        (5, 0),
+        pytest.param(33, 7, marks=pytest.mark.slow),
+    ],
+)
+def test_a_chunk_and_what_its_keys_received(count, used, monkeypatch):
+    options = chunk(count, used, torch.float32, (1, 2, 2, 24))
+    out, sums, _, pairs = with_kernels(monkeypatch, slot_attention, **options)
+    expected, expected_sums, _, expected_pairs = slot_attention(**options)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(sums, expected_sums, atol=1e-5, rtol=1e-5)
+    assert pairs == expected_pairs
+
+
 def tiny(layers: int = 2) -> torch.nn.Module:
     blocks = pod.LayerBlocks([[0, 0], [0, 1], [0, 1]][:layers])
     stock = tiny_model("qwen3", num_hidden_layers=layers)
@@ -350,8 +431,10 @@ def test_generate(options, monkeypatch):
         {"eviction": AdaKV(budget=9, window=4), "max_length": 30},
         {"eviction": TOVA(budget=9)},
         {"eviction": CAKE(budget=9, window=4)},
+        {"eviction": Cascade(budget=6, sinks=2, num_cascades=2, gamma=0.5)},
+        {"eviction": StreamingLLM(budget=8, sinks=2, positions="absolute")},
     ],
-    ids=["none", "snapkv", "adakv", "tova", "cake"],
+    ids=["none", "snapkv", "adakv", "tova", "cake", "cascade", "absolute"],
 )
 def test_generate_with_every_kind_of_storage(options, monkeypatch):
     assert_generates_alike(monkeypatch, tiny(3), 3, **options)
@@ -395,6 +478,32 @@ def test_large_bfloat16(dim, share, monkeypatch):
     options = decoded(layer, lengths, 4, share, torch.bfloat16)
     error, eager = half_errors(monkeypatch, layer, options)
     assert error <= 2 * eager
+
+
+@pytest.mark.slow
+def test_generate_inside_a_window(monkeypatch):
+    stock = tiny_model("qwen3", num_hidden_layers=2)
+    model = pod.convert(stock, pod.LayerBlocks.dense(2, 2), sink_size=2, recent_size=5, share="window").to(DEVICE)
+    assert_generates_alike(monkeypatch, model, 3)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_large_chunk_in_bfloat16(monkeypatch):
+    options = chunk(1024, 4096, torch.bfloat16, (4, 2, 4, 128))
+    results = [with_kernels(monkeypatch, slot_attention, **options) for _ in range(20)]
+    assert all(
+        torch.equal(part, first) for result in results for part, first in zip(result[:2], results[0], strict=False)
+    )
+    monkeypatch.setenv("POD_BACKEND", "composed")
+    eager = slot_attention(**options)
+    wide = {name: part.float() if name == "q" else part for name, part in options.items()}
+    for name in ("keys", "values"):
+        wide[name] = tuple(part.float() for part in options[name])
+    truth = slot_attention(**wide)
+    for part in range(2):
+        errors = [float((result[part].float() - truth[part]).abs().max()) for result in (results[0], eager)]
+        assert errors[0] <= 2 * errors[1]
 
 
 @pytest.mark.gpu
