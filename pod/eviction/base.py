@@ -36,6 +36,23 @@ class Observation:
     in_order: bool
     decoding: bool
 
+    @property
+    def count(self) -> int:
+        """q, padding included."""
+        return self.weights.shape[3]
+
+    def sums(self) -> Tensor:
+        """[B, A, G, N] the weights' sum over the queries."""
+        return self.weights.sum(dim=3)
+
+    def variances(self) -> Tensor:
+        """[B, A, G, N] the weights' unbiased variance over the queries, 0 for a single one."""
+        return self.weights.var(dim=3) if self.count > 1 else torch.zeros_like(self.weights[..., 0, :])
+
+    def entropies(self) -> Tensor:
+        """[B, A, G, N] the sum of - w log(w + 1e-10) over the queries."""
+        return -(self.weights * (self.weights + 1e-10).log()).sum(dim=3)
+
     def prefix(self, window: int) -> Tensor:
         """[B, A, N] bool: tokens before the last `window` of their row."""
         return (self.positions >= 0) & (self.positions <= self.newest[:, None, None] - window)

@@ -21,6 +21,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -116,6 +117,49 @@ class Prefill:
     windows: dict[int, Window] = field(default_factory=dict)
     stages: list[Stage] = field(default_factory=list)
     chosen: dict[Unit, Chosen] = field(default_factory=dict)
+
+
+class SeenByKernels(Observation):
+    """What queries of a prefill attended to, as kernels add it up: weights are computed only for who asks for them.
+
+    Args:
+        queries, query_positions: [A, B, G, q, D] and [B, q].
+        keys, positions: [A, B, N, D] and [B, A, N], in order of position.
+        newest: [B].
+        scale: factor on every logit.
+    """
+
+    def __init__(
+        self, queries: Tensor, query_positions: Tensor, keys: Tensor, positions: Tensor, newest: Tensor, scale: float
+    ) -> None:
+        self._given = queries, keys, positions.transpose(0, 1), query_positions, scale
+        self.positions, self.newest = positions, newest
+        self.in_order, self.decoding = True, False
+        self._columns: tuple[Tensor | None, ...] = (None,)
+
+    @cached_property
+    def weights(self) -> Tensor:
+        return attention_weights(*self._given).transpose(0, 1)
+
+    @property
+    def count(self) -> int:
+        return self._given[0].shape[3]
+
+    def sums(self) -> Tensor:
+        return self._column(0)
+
+    def variances(self) -> Tensor:
+        return self._column(1)
+
+    def entropies(self) -> Tensor:
+        return self._column(2)
+
+    def _column(self, which: int) -> Tensor:
+        from pod_kernels.column_sums import column_statistics  # imports triton
+
+        if which >= len(self._columns) or self._columns[which] is None:
+            self._columns = column_statistics(*self._given, with_spread=which > 0)
+        return self._columns[which].transpose(0, 1)
 
 
 class EvictingStorage:
@@ -446,6 +490,8 @@ class EvictingStorage:
     def _observation(
         self, queries: Tensor, positions: Tensor, keys: Tensor, held: Tensor, newest: Tensor
     ) -> Observation:
+        if runs_triton(keys):
+            return SeenByKernels(queries, positions, keys, held, newest, self.scale)
         weights = attention_weights(queries, keys, held.transpose(0, 1), positions, self.scale)
         return Observation(weights.transpose(0, 1), held, newest, in_order=True, decoding=False)
 

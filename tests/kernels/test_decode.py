@@ -11,7 +11,17 @@ from torch import Tensor
 
 import pod
 from pod.eviction import CAKE, H2O, TOVA, AdaKV, Cascade, SnapKV, StreamingLLM
-from pod_kernels import LayerSegments, PackedLayer, Segments, SkipStats, backend, cached_attention, packed_attention
+from pod.eviction.base import Observation
+from pod_kernels import (
+    LayerSegments,
+    PackedLayer,
+    Segments,
+    SkipStats,
+    attention_weights,
+    backend,
+    cached_attention,
+    packed_attention,
+)
 from pod_kernels.cached import reference_cached_attention
 from pod_kernels.cascade import Cascades, CascadeState
 from pod_kernels.packed import reference_packed_attention
@@ -36,6 +46,7 @@ def small_tiles(request, monkeypatch):
         monkeypatch.setattr(decode, "SPLITS", 2)
         monkeypatch.setattr(update, "BLOCK", 16)
         monkeypatch.setattr(column_sums, "TILE", (16, 16))
+        monkeypatch.setattr(column_sums, "SPLITS", 2)
 
 
 def random_segments(heads: int, capacity: int, lengths: Tensor, dim: int, dtype: torch.dtype) -> Segments:
@@ -378,6 +389,47 @@ def test_a_chunk_and_what_its_keys_received(count, used, monkeypatch):
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(sums, expected_sums, atol=1e-5, rtol=1e-5)
     assert pairs == expected_pairs
+
+
+@pytest.mark.parametrize(
+    "count", [1, pytest.param(5, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.slow)]
+)
+def test_what_keys_receive_from_a_window(count):
+    torch.manual_seed(11)
+    # Keys as a model hands them over: of another order in memory, positions shared by all heads.
+    q, keys = torch.randn(1, 2, 2, count, 24, device=DEVICE), torch.randn(2, 37, 1, 24, device=DEVICE)
+    keys = keys.permute(2, 0, 1, 3)
+    held = (torch.arange(37, device=DEVICE) - torch.tensor([[0], [9]], device=DEVICE)).clamp(min=-1)
+    positions = held[:, 37 - count :].clone()
+    positions[1, : count // 2] = -1
+    held = held.expand(1, -1, -1)
+    weights = attention_weights(q, keys, held, positions, 0.3)
+    seen = Observation(weights.transpose(0, 1), held.transpose(0, 1), positions[:, -1], in_order=True, decoding=False)
+    expected = [part.transpose(0, 1) for part in (seen.sums(), seen.variances(), seen.entropies())]
+    found = column_sums.column_statistics(q, keys, held, positions, 0.3, with_spread=True)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+    alone = column_sums.column_statistics(q, keys, held, positions, 0.3, with_spread=False)
+    assert torch.equal(alone[0], found[0]) and alone[1] is alone[2] is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "method", [CAKE(budget=9, window=4), H2O(budget=9), TOVA(budget=9)], ids=["cake", "h2o", "tova"]
+)
+def test_a_prefill_keeps_the_same_tokens(method, monkeypatch):
+    model, (ids, mask, _) = tiny(), left_padded((20, 13), 20)
+    kept = []
+    for name in ("triton", "composed"):
+        cache = pod.PodCache(model.config, eviction=method)
+        with monkeypatch.context() as context, torch.no_grad():
+            context.setenv("POD_BACKEND", name)
+            with cache.prefill():
+                for part in (slice(0, 12), slice(12, 20)):
+                    known = mask[:, : part.stop].to(DEVICE)
+                    model(ids[:, part].to(DEVICE), attention_mask=known, past_key_values=cache)
+        kept.append(cache.positions(0))
+    assert torch.equal(*kept)
 
 
 def tiny(layers: int = 2) -> torch.nn.Module:
