@@ -259,9 +259,10 @@ def _insert(
     slot = position
     if position >= sinks:
         count = position - sinks
-        newest = sinks + budget  # the new token's name until it has a slot
+        nobody = count * 0 - 1
+        newest = nobody + 1 + sinks + budget  # the new token's name until it has a slot
         offered = newest
-        dropped = newest * 0 - 1
+        dropped = nobody
         for level in tl.static_range(LEVELS):
             if offered >= 0:
                 old = _entries(level, size, budget, count)
@@ -279,7 +280,7 @@ def _insert(
                     )
                     tl.store(ring + (old - 1) % size, tl.where(wins, offered, last))
                     dropped = tl.where(wins, last, offered)
-                    offered = dropped * 0 - 1
+                    offered = nobody
         dropped = tl.where(offered >= 0, offered, dropped)
         # Before the cache is full nobody is dropped, and an empty slot is taken.
         slot = tl.where(dropped >= 0, dropped, position)
