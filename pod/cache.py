@@ -369,6 +369,37 @@ class PodCache(Cache):
         self._even = step.even
         self._step = None
 
+    def place_of_a_step(self) -> tuple | None:
+        """Where all lies that a step of decoding reads and writes; None where a CUDA graph cannot repeat one.
+
+        As long as this is the same, a step does the same on the device, but for what lies there.
+        """
+        stands_still = self.store is None and self._evicting is None and bool(self._segments) and self._columns > 0
+        if not stands_still or self._in_prefill or self._step is not None or self._longest >= self._capacity:
+            return None
+        if self._longest >= (self.max_length or self._capacity) and not self.may_grow:
+            return None
+        like = self._segments[0].values.data
+        if not runs_triton(like):
+            return None
+        workspace = None if self._workspace is None else self._workspace.data_ptr()
+        segments = tuple(part.data.data_ptr() for layer in self._segments for part in self._parts(layer))
+        return (self._lengths.data_ptr(), tuple(self._lengths.shape), workspace, self.tau, *segments)
+
+    def host_state(self) -> tuple:
+        """What the host counts of the tokens stored."""
+        return self._longest, self._columns, self._most_columns, self._even, self._step
+
+    def set_host_state(self, state: tuple) -> None:
+        """Put back what `host_state` said."""
+        self._longest, self._columns, self._most_columns, self._even, self._step = state
+
+    def advance(self) -> None:
+        """Count one token more in every row, which a CUDA graph stores."""
+        self._longest += 1
+        self._columns += 1
+        self._most_columns = max(self._most_columns, self._columns)
+
     def attend(
         self,
         layer: int,

@@ -46,7 +46,7 @@ class SkipStats:
             more = self._counts.sum(dim=(0, 1)).tolist()
             for name, count in zip(("decisions", "skipped", "distant_values", "unread_values"), more, strict=True):
                 setattr(self, name, getattr(self, name) + count)
-            del self._counts
+            self._counts.zero_()  # in its place: a CUDA graph may go on adding to it
         return self
 
     def add(self, skips: list[bool], distant: int) -> None:
