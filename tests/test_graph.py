@@ -50,15 +50,10 @@ def generated(model, steps, monkeypatch, capture=None, **options):
 
         return replay, out
 
+    capture = stale if capture == "stale" else capture
     with monkeypatch.context() as context:
-        if capture == "stale":
-            context.setattr(
-                models, "step_graphs", lambda forward, cache, device: graph.StepGraphs(forward, cache, stale)
-            )
-        elif capture is not None:
-            context.setattr(
-                models, "step_graphs", lambda forward, cache, device: graph.StepGraphs(forward, cache, capture)
-            )
+        if capture is not None:
+            context.setattr(models, "step_graphs", lambda step, cache, device: graph.StepGraphs(step, cache, capture))
         out = model.generate(
             ids,
             attention_mask=mask,

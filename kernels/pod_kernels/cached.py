@@ -166,7 +166,6 @@ def cached_attention(
             q,
             layer,
             positions=positions,
-            length=length,
             scores=scores,
             score_heads=score_heads,
             q_distant=q_distant,

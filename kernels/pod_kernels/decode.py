@@ -11,8 +11,8 @@ scores (or with the anchor's keys, under `share: keys`); and over that head's pr
 Early skip takes two launches more: the first knows the gate without a distant value (`_attend` in its phase 1), the
 second decides on the device, each of its programs the same, and reads the distant values where they are needed.
 
-Everything that a kernel computes follows from positions on the device. The host's lengths only choose how many parts
-there are, so a CUDA graph of a step stays right as rows grow.
+Everything that a kernel computes follows from positions on the device, none of it from the host's lengths, so a CUDA
+graph of a step stays right as rows grow.
 
 This module imports triton, so `pod_kernels` imports it only where `backend.runs_triton` says so.
 """
@@ -367,7 +367,10 @@ class Tiles(NamedTuple):
 
 
 def tiles(q: Tensor, kv_heads: int, length: int, near: int) -> Tiles:
-    """Tiles for q [B, H, 1, D] and `length` stored tokens of which `near` are proximal."""
+    """Tiles for q [B, H, 1, D] and segments of `length` slots, `near` tokens of which are proximal.
+
+    They follow from capacities, not from how much is stored: each other number of parts is a kernel to be compiled.
+    """
     width = triton.next_power_of_2(max(16, q.shape[-1]))
     block = BLOCK or min(128, max(16, 16384 // (width * q.element_size())))
     splits = SPLITS
@@ -375,6 +378,7 @@ def tiles(q: Tensor, kv_heads: int, length: int, near: int) -> Tiles:
         processors = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 1
         # Four programs for each processor keep enough loads in flight; a part of one tile is as small as can be.
         splits = min(128, triton.cdiv(4 * processors, q.shape[0] * kv_heads), triton.cdiv(length, block) + 1)
+        splits = triton.next_power_of_2(splits)
     splits = max(2, splits)
     # A proximal token costs a key and a value, a distant one a value.
     near = min(near, length)
@@ -417,7 +421,7 @@ def decode_attention(
         near: [S, B, M, D] the other heads' own keys: sinks and a ring, or as the two that follow say.
         near_positions, near_slots: [S, B, M] int32, for slots of any position.
         positions: [B, 1] int64 of the queries, -1 for padding.
-        length: stored tokens of the longest row, about; chooses tiles only.
+        length: slots of the longest segment; chooses tiles only.
         scores: [H_kv, B, G, 1, W] float32 workspace.
         score_heads: KV heads among the anchors whose distant logits are written there.
         q_distant: [B, H, 1, D] for `shared_runs` with keys.
@@ -532,7 +536,6 @@ def cached_decode(
     layer: LayerSegments,
     *,
     positions: Tensor,
-    length: int,
     scores: Tensor | None,
     score_heads: tuple[int, ...],
     q_distant: Tensor | None,
@@ -558,7 +561,7 @@ def cached_decode(
         near_positions=None,
         near_slots=None,
         positions=positions,
-        length=length,
+        length=layer.values.rectangle.shape[2],
         sink_size=layer.sink_size,
         recent_size=layer.recent_size,
         ring_size=layer.ring_size,
@@ -791,7 +794,7 @@ def slot_decode(
     kv_heads, batch, groups, _, dim = q.shape
     anchors = len(keys)
     asked = q.transpose(0, 1).contiguous()
-    cut = tiles(asked.view(batch, -1, 1, dim), kv_heads, used + 1, 0)
+    cut = tiles(asked.view(batch, -1, 1, dim), kv_heads, values.shape[2] + 1, 0)
     sizes = {
         "KV_HEADS": kv_heads,
         "GROUPS": groups,

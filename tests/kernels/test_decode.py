@@ -3,6 +3,11 @@
 The interpreter needs tens of milliseconds for each program, so shapes are as small as the cases allow.
 """
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -31,12 +36,13 @@ decode = pytest.importorskip("pod_kernels.decode", reason="triton is not install
 update = pytest.importorskip("pod_kernels.update", reason="triton is not installed")
 column_sums = pytest.importorskip("pod_kernels.column_sums", reason="triton is not installed")
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if GPU else "cpu")
 CAPACITY, SINKS, RECENT, SLACK = 40, 3, 5, 2
 # Two tiles of distant tokens; shorter than the sinks; a row of which only padding was seen.
 LENGTHS = (36, 2, 0)
 PATTERNS = {"anchors": (True, True), "mixed": (False, True), "shared": (False, False)}
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+needs_gpu = pytest.mark.skipif(not GPU, reason="needs a CUDA device")
 
 
 @pytest.fixture(autouse=True)
@@ -516,6 +522,17 @@ def test_a_backend_that_cannot_run_is_refused_with_the_reason(monkeypatch):
         backend.runs_triton(states)
     monkeypatch.setenv("POD_BACKEND", "auto")
     assert not backend.runs_triton(states)
+
+
+@pytest.mark.slow
+def test_every_kernel_compiles_for_a_gpu():
+    script = Path(__file__).with_name("compile_kernels.py")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    modules = [part for module in (decode, update, column_sums) for part in vars(module).values()]
+    kernels = {part.fn.__name__ for part in modules if hasattr(part, "fn")}
+    assert kernels - {"_entries", "_weigh"} == set(done.stdout.split())
 
 
 @pytest.mark.gpu
