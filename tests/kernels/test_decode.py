@@ -46,7 +46,8 @@ needs_gpu = pytest.mark.skipif(not GPU, reason="needs a CUDA device")
 
 
 @pytest.fixture(autouse=True)
-def small_tiles(request, monkeypatch):
+def torch_and_small_tiles(request, monkeypatch):
+    monkeypatch.setenv("POD_BACKEND", "composed")  # where a test does not ask for the kernels
     if request.node.get_closest_marker("gpu") is None:
         monkeypatch.setattr(decode, "BLOCK", 16)
         monkeypatch.setattr(decode, "SPLITS", 2)
@@ -197,9 +198,7 @@ def half_errors(monkeypatch, layer: LayerSegments, options: dict) -> tuple[float
         if kernels:
             outs.append(with_kernels(monkeypatch, cached_attention, layer=layer, **given))
         else:
-            with monkeypatch.context() as context:
-                context.setenv("POD_BACKEND", "composed")
-                outs.append(cached_attention(layer=layer, **given))
+            outs.append(cached_attention(layer=layer, **given))
     return tuple(float((out.float() - truth).abs().max()) for out in outs)
 
 
@@ -448,10 +447,9 @@ def generated(monkeypatch, model, kernels: bool, steps: int, **options) -> tuple
     """Logits of greedy decoding of two rows, one of them left-padded, what the cache then stores, and its counts."""
     ids, mask, _ = (part.to(DEVICE) for part in left_padded((20, 6), 20))
     cache = pod.PodCache(model.config, **options)
+    with torch.no_grad():
+        model(ids[:, :-1], attention_mask=mask[:, :-1], past_key_values=cache)
     with monkeypatch.context() as context:
-        context.setenv("POD_BACKEND", "composed")
-        with torch.no_grad():
-            model(ids[:, :-1], attention_mask=mask[:, :-1], past_key_values=cache)
         context.setenv("POD_BACKEND", "triton" if kernels else "composed")
         out = model.generate(
             ids,
@@ -500,6 +498,7 @@ def test_generate_with_every_kind_of_storage(options, monkeypatch):
 
 def test_a_backend_that_cannot_run_is_refused_with_the_reason(monkeypatch):
     states = torch.zeros(1, 16)
+    monkeypatch.delenv("POD_BACKEND")
     assert not backend.runs_triton(states)
     monkeypatch.setenv("POD_BACKEND", "tritn")
     with pytest.raises(ValueError, match="POD_BACKEND 'tritn' does not exist: valid are 'auto'"):
@@ -558,13 +557,42 @@ def test_generate_inside_a_window(monkeypatch):
 
 @pytest.mark.gpu
 @needs_gpu
+def test_large_ragged_slots_in_bfloat16(monkeypatch):
+    torch.manual_seed(2)
+    sizes = [[4096, 700], [1500, 4096]]
+    newest = torch.tensor((6000, 5000), device=DEVICE)
+    table = Segments.packed(sizes, 2, 1, dtype=torch.int32, device=DEVICE, fill=-1)
+    for head in range(2):
+        for row in range(2):
+            held = torch.randperm(int(newest[row]), device=DEVICE)[: sizes[head][row] - 5]
+            table.run(head, row)[: len(held), 0] = held.int()
+    layers = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(3)
+        values, keys = (Segments.packed(sizes, 2, 128, dtype=torch.float32, device=DEVICE) for _ in range(2))
+        for part in (values, keys):
+            part.data = torch.randn(part.data.shape, device=DEVICE).bfloat16().to(dtype)
+        none = torch.empty(0, 2, 0, 128, dtype=dtype, device=DEVICE)
+        index = torch.empty(0, 2, 0, dtype=torch.int32, device=DEVICE)
+        layers[dtype] = PackedLayer((1, 0), 2, values, keys, none, index, index, SINKS, RECENT)
+    q = torch.randn(2, 8, 1, 128, device=DEVICE).bfloat16()
+    options = dict(positions=newest[:, None], slot_positions=((table, 0), (table, 1)))
+    truth = packed_attention(q.float(), layers[torch.float32], **options)
+    eager = packed_attention(q, layers[torch.bfloat16], **options)
+    runs = [with_kernels(monkeypatch, packed_attention, q, layers[torch.bfloat16], **options) for _ in range(20)]
+    assert all(torch.equal(run, runs[0]) for run in runs)
+    errors = [float((out.float() - truth).abs().max()) for out in (runs[0], eager)]
+    assert errors[0] <= 2 * errors[1]
+
+
+@pytest.mark.gpu
+@needs_gpu
 def test_a_large_chunk_in_bfloat16(monkeypatch):
     options = chunk(1024, 4096, torch.bfloat16, (4, 2, 4, 128))
     results = [with_kernels(monkeypatch, slot_attention, **options) for _ in range(20)]
     assert all(
         torch.equal(part, first) for result in results for part, first in zip(result[:2], results[0], strict=False)
     )
-    monkeypatch.setenv("POD_BACKEND", "composed")
     eager = slot_attention(**options)
     wide = {name: part.float() if name == "q" else part for name, part in options.items()}
     for name in ("keys", "values"):
