@@ -174,17 +174,16 @@ def half_errors(monkeypatch, layer: LayerSegments, options: dict) -> tuple[float
     """Largest error of the kernels and of eager torch in half precision, against float32 on the same numbers."""
 
     def widened(part):
-        if isinstance(part, Tensor):
-            return part.float() if part.dtype.is_floating_point else part
-        return part
+        if isinstance(part, Segments):
+            return Segments(part.data.float(), part.offsets, part.lengths, part.capacities)
+        if isinstance(part, tuple):
+            return tuple(widened(one) for one in part)
+        return part.float() if isinstance(part, Tensor) and part.dtype.is_floating_point else part
 
     wide = LayerSegments(
         layer.order,
         layer.num_anchors,
-        *(
-            Segments(part.data.float(), part.offsets, part.lengths, part.capacities)
-            for part in (layer.values, layer.keys, layer.near)
-        ),
+        *(widened(part) for part in (layer.values, layer.keys, layer.near)),
         sink_size=layer.sink_size,
         recent_size=layer.recent_size,
         ring_size=layer.ring_size,
