@@ -1,4 +1,4 @@
-"""What all tests share: no network, and one thread, as tensors this small are slower on several."""
+"""What all tests share: no network, one thread, as tensors this small are slower on several, and no need of a GPU."""
 
 import os
 
@@ -7,8 +7,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub
 import pytest
 import torch
 
+# Before anything imports triton: without a GPU its kernels run in the interpreter.
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton: its kernels then run on the CPU
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
