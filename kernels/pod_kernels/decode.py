@@ -376,8 +376,8 @@ def tiles(q: Tensor, kv_heads: int, length: int, near: int) -> Tiles:
     splits = SPLITS
     if splits is None:
         processors = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 1
-        # Four programs for each processor keep enough loads in flight; a part of one tile is as small as can be.
-        splits = min(128, triton.cdiv(4 * processors, q.shape[0] * kv_heads), triton.cdiv(length, block) + 1)
+        # Many programs for each processor, so that the last wave is a small part; each has a few tiles to load ahead.
+        splits = min(128, triton.cdiv(16 * processors, q.shape[0] * kv_heads), triton.cdiv(length, 4 * block) + 1)
         splits = triton.next_power_of_2(splits)
     splits = max(2, splits)
     # A proximal token costs a key and a value, a distant one a value.
@@ -434,7 +434,7 @@ def decode_attention(
     batch, heads, _, dim = q.shape
     kv_heads = values.offsets.shape[1]
     groups = heads // kv_heads
-    q = q.contiguous()
+    q, positions = q.contiguous(), positions.contiguous()
     cut = tiles(q, kv_heads, length, sink_size + recent_size)
     sizes = {
         "KV_HEADS": kv_heads,
@@ -497,8 +497,8 @@ def decode_attention(
             sink_size,
             recent_size,
             ring_size,
-            scale,
-            0.0 if tau is None else tau,
+            float(scale),
+            0.0 if tau is None else float(tau),
             score_mask,
             *((0, 0, 0) if scores is None else scores.stride()[:3]),
             0 if weights is None else weights.shape[-1],
