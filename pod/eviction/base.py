@@ -22,6 +22,9 @@ from pod.blocks import LayerBlocks
 class Observation:
     """What a layer's last queries attended to, which is what scores are made of.
 
+    Where kernels run, no weights are stored after a prefill: a method should ask for `sums`, `variances` or `entropies`
+    where these say it, as `weights` is then computed only for who asks.
+
     Attributes:
         weights: [B, A, G, q, N] float32, softmax over all keys that a query sees; zero for padding.
         positions: [B, A, N] int64, the position that each slot holds, -1 where it is empty.

@@ -499,6 +499,8 @@ class EvictingStorage:
         """Scores [B, A, N] that add up over queries, a few of these at a time."""
         count = queries.shape[3]
         chunk = max(1, min(count, MAX_LOGITS // max(1, queries.shape[:3].numel() * keys.shape[2])))
+        if runs_triton(keys):
+            chunk = count  # kernels hold a tile of the weights at a time
         total = torch.zeros(held.shape, dtype=torch.float32, device=keys.device)
         for first in range(0, count, chunk):
             part = slice(first, first + chunk)
