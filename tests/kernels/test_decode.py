@@ -292,31 +292,40 @@ def test_slots_of_any_positions_read_what_their_anchor_left(monkeypatch):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
 
 
-def test_a_token_is_stored_bit_for_bit(monkeypatch):
-    torch.manual_seed(8)
-    lengths = torch.tensor((36, 3, 9), device=DEVICE)
-    k, v = torch.randn(2, 3, 2, 1, 16, device=DEVICE)
-    caches = []
-    config = pod.convert(
-        tiny_model(num_hidden_layers=2), pod.LayerBlocks([[0, 0], [0, 1]]), sink_size=SINKS, recent_size=RECENT
-    ).config
-    for backend_name in ("triton", "composed"):
-        cache = pod.PodCache(config, crop_slack=SLACK, max_length=CAPACITY)
-        column = torch.arange(36, device=DEVICE)
-        mask = column >= 36 - lengths[:, None]
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_length": CAPACITY, "crop_slack": SLACK},
+        pytest.param({"eviction": SnapKV(budget=9, window=4)}, marks=pytest.mark.slow),
+        pytest.param({"eviction": StreamingLLM(budget=9, sinks=3, positions="absolute")}, marks=pytest.mark.slow),
+    ],
+    ids=["all", "packed", "slots"],
+)
+def test_tokens_are_stored_bit_for_bit(options, monkeypatch):
+    lengths, blocks = torch.tensor((36, 3), device=DEVICE), pod.LayerBlocks([[0, 0], [0, 1]])
+    config = pod.convert(tiny_model(num_hidden_layers=2), blocks, sink_size=SINKS, recent_size=RECENT).config
+    prompt = torch.arange(36, device=DEVICE) >= 36 - lengths[:, None]
+    stored = []
+    for name in ("triton", "composed"):
+        cache = pod.PodCache(config, **options)
         torch.manual_seed(9)
-        for count, given in ((36, mask), (1, torch.ones(3, 1, dtype=torch.bool, device=DEVICE))):
-            cache.begin(config, torch.zeros(3, count, 8, device=DEVICE), given, None)
+        for mask in (prompt, *(torch.ones(2, 1, dtype=torch.bool, device=DEVICE) for _ in range(2))):
+            count = mask.shape[1]
+            cache.begin(config, torch.zeros(2, count, 8, device=DEVICE), mask, None)
+            anchors = None, None
             for layer in range(2):
-                new = torch.randn(2, 3, 2, count, 16, device=DEVICE)
+                q, k, v = (torch.randn(2, heads, count, 16, device=DEVICE) for heads in (4, 2, 2))
                 with monkeypatch.context() as context:
-                    context.setenv("POD_BACKEND", backend_name)
-                    cache.write(layer, *new)
-            cache.finish()
-        caches.append(cache)
-    for one, other in zip(caches[0].storages(), caches[1].storages(), strict=True):
-        assert torch.equal(one, other)
-    assert not torch.equal(k, v)
+                    context.setenv("POD_BACKEND", name if count == 1 else "composed")
+                    cache.attend(layer, q, k, v, *anchors, 0.25)
+                anchors = (q, k) if count > 1 else anchors
+            with monkeypatch.context() as context:
+                context.setenv("POD_BACKEND", name)
+                cache.finish()
+        stored.append(cache.storages())
+    if cache.store is not None:
+        stored = [parts[:-2] + [part[..., :-1] for part in parts[-2:]] for parts in stored]
+    assert all(torch.equal(one, other) for one, other in zip(*stored, strict=True))
 
 
 def inserted_alike(levels: int, size: int, sinks: int, reduction: str, steps: int) -> None:
@@ -525,6 +534,22 @@ def test_a_backend_that_cannot_run_is_refused_with_the_reason(monkeypatch):
         backend.runs_triton(states)
     monkeypatch.setenv("POD_BACKEND", "auto")
     assert not backend.runs_triton(states)
+
+
+@pytest.mark.slow
+def test_without_triton_all_works_by_torch():
+    program = """
+import sys
+sys.modules["triton"] = None  # an import of it raises ModuleNotFoundError
+import torch, pod
+from transformers import LlamaConfig, LlamaForCausalLM
+sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
+config = LlamaConfig(**sizes, pad_token_id=0)
+model = pod.convert(LlamaForCausalLM(config), pod.LayerBlocks([[0] * 2] * 2), sink_size=1, recent_size=2).eval()
+print(model.generate(torch.ones(1, 5, dtype=torch.long), max_new_tokens=3, min_new_tokens=3).shape[1])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.split() == ["8"], done.stderr[-3000:]
 
 
 @pytest.mark.slow
