@@ -44,6 +44,7 @@ from pod_kernels import (
     refresh_pages,
     shared_score_attention,
 )
+from pod_kernels.backend import runs_triton
 from pod_kernels.cached import Masks
 
 PAGES = 3  # the place of a layer's pages among its parts
@@ -134,7 +135,7 @@ class PodCache(Cache):
                     f"{name} cannot be combined with share='kv', cross-layer attention, whose layers share keys and "
                     f"values and no scores. Make the cache without {name}"
                 )
-        self.stats = SkipStats()
+        self._stats = SkipStats()
         self.config = config
         self.max_length = max_length
         self.may_grow = max_length is None
@@ -243,6 +244,10 @@ class PodCache(Cache):
             "PodCache belongs to PoD models: a dense model cannot use it, because distant keys are not stored in "
             "every layer. Convert the model with pod.convert(model, blocks) first, or use transformers' DynamicCache."
         )
+
+    @property
+    def stats(self) -> SkipStats:
+        return self._stats.collect()
 
     # ------------------------------------------------------------------ size
 
@@ -432,6 +437,40 @@ class PodCache(Cache):
         self._even = step.even
         self._step = None
 
+    def place_of_a_step(self) -> tuple | None:
+        """Where all lies that a step of decoding reads and writes; None where a CUDA graph cannot repeat one.
+
+        As long as this is the same, a step does the same on the device, but for what lies there.
+        """
+        stands_still = self.store is None and self._evicting is None and bool(self._segments) and self._columns > 0
+        # A quantised layer is made full anew at every step, and the host chooses pages and the anchors' segments.
+        if self.quantization is not None or self._quest is not None or self._shares_kv:
+            return None
+        if not stands_still or self._in_prefill or self._step is not None or self._longest >= self._capacity:
+            return None
+        if self._longest >= (self.max_length or self._capacity) and not self.may_grow:
+            return None
+        like = self._segments[0].values.data
+        if not runs_triton(like):
+            return None
+        workspace = None if self._workspace is None else self._workspace.data_ptr()
+        segments = tuple(part.data.data_ptr() for layer in self._segments for part in self._parts(layer))
+        return (self._lengths.data_ptr(), tuple(self._lengths.shape), workspace, self.tau, *segments)
+
+    def host_state(self) -> tuple:
+        """What the host counts of the tokens stored."""
+        return self._longest, self._columns, self._most_columns, self._even, self._step
+
+    def set_host_state(self, state: tuple) -> None:
+        """Put back what `host_state` said."""
+        self._longest, self._columns, self._most_columns, self._even, self._step = state
+
+    def advance(self) -> None:
+        """Count one token more in every row, which a CUDA graph stores."""
+        self._longest += 1
+        self._columns += 1
+        self._most_columns = max(self._most_columns, self._columns)
+
     def attend(
         self,
         layer: int,
@@ -532,13 +571,13 @@ class PodCache(Cache):
             scale=scale,
             masks=step.masks,
             tau=self.tau,
-            stats=self.stats,
+            stats=self._stats,
         )
         if not is_single:
             self._write_near(segments, new_keys, step)
         return out
 
-    def write(self, layer: int, k: Tensor, v: Tensor, near: bool = True) -> Tensor:
+    def write(self, layer: int, k: Tensor, v: Tensor, near: bool = True) -> Tensor | None:
         """Store one layer's keys and values of the forward that `begin` opened; `attend` calls it.
 
         Args:
@@ -547,7 +586,7 @@ class PodCache(Cache):
             near: also the other heads' own keys, the last ones of which push out older ones.
 
         Returns:
-            [S, B, T, D] the own keys of the heads that are no anchors.
+            [S, B, T, D] the own keys of the heads that are no anchors where these are still to be stored, else None.
         """
         step = self._step
         self._reserve(step.length, k)
@@ -556,6 +595,12 @@ class PodCache(Cache):
             k, v = k[:, self._orders[layer]], v[:, self._orders[layer]]
         if self.quantization is not None:
             segments = self._full = replace(segments, values=segments.values.full(), keys=segments.keys.full())
+        is_plain = self.quantization is None and segments.pages is None
+        if near and is_plain and k.shape[2] == 1 and not step.is_first and runs_triton(v):
+            from pod_kernels.update import append  # imports triton
+
+            append(segments, k.detach(), v.detach(), step.positions)
+            return None
         stored_k = segments.stored(k.detach().transpose(0, 1))  # [H_kv, B, T, D]
         own = stored_k[segments.num_anchors :]
         self._write(segments.values, segments.stored(v.detach().transpose(0, 1)), step)
@@ -565,7 +610,7 @@ class PodCache(Cache):
         if segments.pages is not None:
             after = torch.maximum(step.before, step.positions[:, -1] + 1)
             self._refresh_pages(segments, step.before, after, step.positions.shape[1])
-        return own
+        return None if near else own
 
     # ------------------------------------------------------------------ rows
 
@@ -578,7 +623,7 @@ class PodCache(Cache):
         self._workspace = self._lengths = self._step = None
         self._longest = self._columns = self._most_columns = self._capacity = 0
         self._even = True
-        self.stats = SkipStats()
+        self._stats = SkipStats()
         if self._evicting is not None:
             self._evicting.reset()
 
@@ -718,7 +763,7 @@ class PodCache(Cache):
     def _restore(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
         self.may_grow, self._even, self._longest = facts["may_grow"], facts["even"], facts["longest"]
         self._columns, self._most_columns = facts["columns"], facts["most_columns"]
-        self.stats = SkipStats(**facts["stats"])
+        self._stats = SkipStats(**facts["stats"])
         self._lengths = tensors.get("lengths")
         if self.store is not None or self._evicting is not None:
             (self.store or self._evicting).restore(tensors, facts["storage"])

@@ -48,7 +48,7 @@ from transformers import (
     Qwen3Model,
 )
 from transformers.generation import GenerationMixin
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, apply_rotary_pos_emb
 from transformers.models.mistral.modeling_mistral import MistralAttention, MistralDecoderLayer
 from transformers.models.phi3.modeling_phi3 import Phi3Attention, Phi3DecoderLayer
@@ -59,6 +59,7 @@ from pod.blocks import LayerBlocks
 from pod.cache import PodCache
 from pod.config import PodLlamaConfig, PodMistralConfig, PodPhi3Config, PodQwen2Config, PodQwen3Config, check_sizes
 from pod.files import opening
+from pod.graph import StepGraphs, step_graphs
 from pod.sequence_parallel import SequenceShard
 from pod_kernels import shared_score_attention
 
@@ -482,6 +483,8 @@ class PodForCausalLM:
     """
 
     pod_base: type[PreTrainedModel]
+    _in_generate = False
+    _graphs: StepGraphs | None = None  # of the `generate` call that is running
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
@@ -507,6 +510,30 @@ class PodForCausalLM:
         else:
             _check_cache(cache, training=False)
             cache._is_user_defined = True
+
+    def generate(self, *args, **kwargs):
+        """transformers' generate; on a CUDA device its steps are one CUDA graph (`pod.graph`)."""
+        outer, self._graphs, self._in_generate = (self._graphs, self._in_generate), None, True
+        try:
+            return super().generate(*args, **kwargs)
+        finally:
+            self._graphs, self._in_generate = outer
+
+    def _step_by_graph(self, input_ids: Tensor, position_ids: Tensor | None, cache: PodCache) -> Tensor | None:
+        """Logits of one step of `generate`, None where it has to run as it is."""
+        if self._graphs is None or self._graphs.cache is not cache:
+
+            def step(tokens: Tensor, positions: Tensor) -> Tensor:
+                # Every row's new token is real: only a prompt has padding.
+                options = {"position_ids": positions, "past_key_values": cache, "use_cache": True}
+                return super(PodForCausalLM, self).forward(input_ids=tokens, **options).logits
+
+            self._graphs = step_graphs(step, cache, input_ids.device)
+        if self._graphs is None:
+            return None
+        if position_ids is None:
+            position_ids = torch.full((1, 1), cache.get_seq_length(), device=input_ids.device)
+        return self._graphs(input_ids, position_ids)
 
     def _prefill(self, input_ids, generation_config, model_kwargs, is_first_iteration=True):
         cache = model_kwargs.get("past_key_values")
@@ -551,6 +578,12 @@ class PodForCausalLM:
         _check_devices(self)
         if labels is not None and kwargs.get("sequence") is not None:
             raise ValueError("a rank has the logits of its own tokens only: leave labels out, and sum over the ranks")
+        is_step = self._in_generate and input_ids is not None and input_ids.shape[1] == 1 and not self.training
+        if is_step and past_key_values is not None and set(kwargs) <= {"return_dict"} and labels is None:
+            if not self.config.output_hidden_states:
+                logits = self._step_by_graph(input_ids, position_ids, past_key_values)
+                if logits is not None:
+                    return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)
         return super().forward(
             input_ids=input_ids,
             attention_mask=attention_mask,

@@ -14,6 +14,7 @@ again from the anchor's queries and keys, a few queries at a time.
 import torch
 from torch import Tensor
 
+from pod_kernels.backend import runs_triton
 from pod_kernels.segments import LayerSegments, Segments
 from pod_kernels.skipping import SkipStats, attend_skipping
 
@@ -158,6 +159,22 @@ def cached_attention(
     kv_heads, anchors = len(layer.order), layer.num_anchors
     groups = heads // kv_heads
     scale = dim**-0.5 if scale is None else scale
+    if count == 1 and new_keys is None and runs_triton(q):
+        from pod_kernels.decode import cached_decode  # imports triton
+
+        out, lse, gate = cached_decode(
+            q,
+            layer,
+            positions=positions,
+            scores=scores,
+            score_heads=score_heads,
+            q_distant=q_distant,
+            distant_keys=distant_keys,
+            scale=scale,
+            tau=tau,
+            stats=stats,
+        )
+        return _results(out, lse, gate, return_lse, return_gate)
     masks = {} if masks is None else masks
     has_shared = anchors < kv_heads
     # One query that sees all there is: what is proximal lies in two or three runs.

@@ -11,11 +11,12 @@ distant mean what they mean without eviction.
 `reference_packed_attention` is the truth: plain loops. `packed_attention` is the same, segments of one size at once.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from pod_kernels.backend import runs_triton
 from pod_kernels.cached import MAX_LOGITS
 from pod_kernels.segments import Piece, Segments
 
@@ -35,6 +36,7 @@ class PackedLayer:
         near_positions: [S, B, M] int32, -1 where there is none.
         near_slots: [S, B, M] int32, the slot in `values` of each.
         sink_size, recent_size: tokens.
+        index: [H_kv] int64 of `order` on the device; None where that is the heads' own.
     """
 
     order: tuple[int, ...]
@@ -46,6 +48,11 @@ class PackedLayer:
     near_slots: Tensor
     sink_size: int
     recent_size: int
+    index: Tensor | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        if list(self.order) != sorted(self.order):
+            self.index = torch.tensor(self.order, device=self.values.data.device)
 
 
 def reference_packed_attention(
@@ -110,7 +117,7 @@ def packed_attention(
     *,
     positions: Tensor,
     slot_positions: tuple[HeadOf, ...],
-    scores: dict[int, dict[int, Tensor]] | None = None,
+    scores: Tensor | None = None,
     score_heads: tuple[int, ...] = (),
     q_distant: Tensor | None = None,
     distant_keys: tuple[HeadOf, ...] = (),
@@ -124,8 +131,8 @@ def packed_attention(
         layer: the layer's slots.
         positions: [B, T] int64, each query's position in its row, -1 for padding.
         slot_positions: for each KV head in storage order, where the positions of its slots lie ([S, 1] int32 data).
-        scores: of each KV head and first row, the logits [rows, G, 1, C] that its anchor left for this one query.
-            Anchor heads put theirs in, the other heads read. None: these compute them from the two that follow.
+        scores: workspace [H_kv, B, G, 1, >= C] float32 for the logits of one query. Anchor heads put theirs in, the
+            other heads read those of their anchor. None: these compute them from the two that follow.
         score_heads: the KV heads among the anchors whose logits a later layer reads.
         q_distant: [B, H, T, D] queries for distant logits (the anchor's; the layer's own under `share: keys`).
         distant_keys: for each of the S other heads, in storage order, the anchor's key segments and the head in them.
@@ -142,6 +149,21 @@ def packed_attention(
     kv_heads, anchors = len(layer.order), layer.num_anchors
     groups = heads // kv_heads
     scale = dim**-0.5 if scale is None else scale
+    if count == 1 and runs_triton(q):
+        from pod_kernels.decode import packed_decode  # imports triton
+
+        return packed_decode(
+            q,
+            layer,
+            positions=positions,
+            slot_positions=slot_positions,
+            scores=scores,
+            score_heads=score_heads,
+            q_distant=q_distant,
+            distant_keys=distant_keys,
+            scale=scale,
+            return_weights=return_weights,
+        )
     order = torch.tensor(layer.order, device=q.device)
 
     def grouped(tensor: Tensor) -> Tensor:  # [B, H, T, D] -> [H_kv, B, G, T, D] in storage order
@@ -174,10 +196,10 @@ def packed_attention(
                 logits = _products(q[where][:, :, :, part], keys).float() * scale
                 for index, head in enumerate(layer.order[where[0]]):
                     if scores is not None and head in score_heads:
-                        scores.setdefault(head, {})[piece.row] = logits[index]
+                        scores[head, where[1], ..., : piece.capacity] = logits[index]
             else:
                 if scores is not None:
-                    logits = torch.stack([scores[head][piece.row] for head in layer.order[where[0]]])
+                    logits = scores[list(layer.order[where[0]]), where[1], ..., : piece.capacity]
                 else:
                     query = q_distant[where][:, :, :, part]
                     products = [_products(query[index : index + 1], one) for index, one in enumerate(keys)]

@@ -7,6 +7,7 @@ arXiv 2412.02252, section 2.3).
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -29,6 +30,24 @@ class SkipStats:
     skipped: int = 0
     distant_values: int = 0
     unread_values: int = 0
+
+    _counts: ClassVar[Tensor | None] = None  # [B, H_kv, 4] int64, an instance's own once kernels count
+
+    def counter(self, batch: int, kv_heads: int, device: torch.device) -> Tensor:
+        """[B, H_kv, 4] int64 on the device, the four counts of each row and KV head: kernels add to it."""
+        if self._counts is None or self._counts.shape[:2] != (batch, kv_heads) or self._counts.device != device:
+            self.collect()
+            self._counts = torch.zeros(batch, kv_heads, 4, dtype=torch.long, device=device)
+        return self._counts
+
+    def collect(self) -> "SkipStats":
+        """These counts with what kernels have counted since; the one moment that waits for the device."""
+        if self._counts is not None:
+            more = self._counts.sum(dim=(0, 1)).tolist()
+            for name, count in zip(("decisions", "skipped", "distant_values", "unread_values"), more, strict=True):
+                setattr(self, name, getattr(self, name) + count)
+            self._counts.zero_()  # in its place: a CUDA graph may go on adding to it
+        return self
 
     def add(self, skips: list[bool], distant: int) -> None:
         """Count one row and KV head of a layer.

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pod_kernels.backend import runs_triton
 from pod_kernels.cached import MAX_LOGITS
 
 # Numbers that one part of the work may materialise on a CPU: what fits its caches.
@@ -174,6 +175,14 @@ def slot_attention(
     if count > 1:
         # One query reads slots and chunk in place. For many, one product over both is worth the copy.
         keys, values = ((torch.cat(list(pieces), dim=2),) for pieces in (keys, values))
+    if count > 1 and not anchors and window is None and capped[0] is None and runs_triton(q):
+        from pod_kernels.column_sums import chunk_attention  # imports triton
+
+        counts = is_real.sum(dim=1)
+        out, sums = chunk_attention(
+            q, keys[0], values[0], used=used, kept=kept, counts=counts, scale=scale, decay=decay
+        )
+        return out, sums, None, heads * batch * groups * count * width
     near = None
     if window is not None:
         held, first_tokens, last_tokens = window
@@ -211,7 +220,7 @@ def slot_attention(
                 pairs += anchor.capped.put(all_logits[-1], at, part, scale, own_queries)
         logits = all_logits[0] if len(all_logits) == 1 else torch.cat(all_logits)
         if own is not None:
-            pairs += _put_own(logits[num_anchors:], asked[num_anchors:], own, at, sink_size, recent_size, scale)
+            pairs += put_own(logits[num_anchors:], asked[num_anchors:], own, at, sink_size, recent_size, scale)
         if anchors and capped[1] is not None:
             pairs += capped[1].put(logits[num_anchors:], at, part, scale)
         seen = has_key[:, None] & (column - used <= order[part, None])
@@ -244,7 +253,7 @@ def _fused(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float) 
     return out.unflatten(0, (heads, batch))
 
 
-def _put_own(
+def put_own(
     logits: Tensor, queries: Tensor, own: OwnKeys, at: Tensor, sink_size: int, recent_size: int, scale: float
 ) -> int:
     """Overwrite the proximal columns of logits [S, B, G, t, M] with the heads' own; how many pairs."""

@@ -22,6 +22,9 @@ from pod.blocks import LayerBlocks
 class Observation:
     """What a layer's last queries attended to, which is what scores are made of.
 
+    Where kernels run, no weights are stored after a prefill: a method should ask for `sums`, `variances` or `entropies`
+    where these say it, as `weights` is then computed only for who asks.
+
     Attributes:
         weights: [B, A, G, q, N] float32, softmax over all keys that a query sees; zero for padding.
         positions: [B, A, N] int64, the position that each slot holds, -1 where it is empty.
@@ -35,6 +38,23 @@ class Observation:
     newest: Tensor
     in_order: bool
     decoding: bool
+
+    @property
+    def count(self) -> int:
+        """q, padding included."""
+        return self.weights.shape[3]
+
+    def sums(self) -> Tensor:
+        """[B, A, G, N] the weights' sum over the queries."""
+        return self.weights.sum(dim=3)
+
+    def variances(self) -> Tensor:
+        """[B, A, G, N] the weights' unbiased variance over the queries, 0 for a single one."""
+        return self.weights.var(dim=3) if self.count > 1 else torch.zeros_like(self.weights[..., 0, :])
+
+    def entropies(self) -> Tensor:
+        """[B, A, G, N] the sum of - w log(w + 1e-10) over the queries."""
+        return -(self.weights * (self.weights + 1e-10).log()).sum(dim=3)
 
     def prefix(self, window: int) -> Tensor:
         """[B, A, N] bool: tokens before the last `window` of their row."""

@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from pod.eviction.base import Eviction, Observation, Sharing, check_window
@@ -72,16 +71,16 @@ class CAKE(Eviction):
         return self.budget + self.window
 
     def score(self, seen: Observation) -> Tensor:
-        indicator = seen.weights.mean(dim=3)
+        indicator = seen.sums() / seen.count
         if not seen.decoding:
-            indicator = indicator + self.gamma * _variance(seen.weights)
+            indicator = indicator + self.gamma * seen.variances()
         return seen.pooled(indicator, self.window, self.kernel_size, "avg").mean(dim=2)
 
     def preference(self, seen: Observation) -> Tensor:
-        weights = seen.weights * seen.prefix(self.window)[:, :, None, None]
+        prefix = seen.prefix(self.window)[:, :, None]
         # In float64 from here: products of powers of small numbers.
-        entropy = -(weights * (weights + 1e-10).log()).sum(dim=(3, 4)).double().mean(dim=(1, 2))
-        shift = _variance(weights).sum(dim=3).double().mean(dim=(1, 2))
+        entropy = (seen.entropies() * prefix).sum(dim=3).double().mean(dim=(1, 2))
+        shift = (seen.variances() * prefix).sum(dim=3).double().mean(dim=(1, 2))
         return entropy.clamp(min=0) ** (1 / self.tau1) * shift ** (1 / self.tau2)
 
     def allocate(self, sharing: Sharing) -> list[list[list[int]]]:
@@ -149,8 +148,3 @@ def share_out(total: int, preferences: list[float], sizes: list[int], room: list
                 counts[i] += more
                 left -= sizes[i] * more
     return counts
-
-
-def _variance(weights: Tensor) -> Tensor:
-    """Unbiased variance over the queries [.., q, N] -> [.., N], 0 for a single one."""
-    return weights.var(dim=-2) if weights.shape[-2] > 1 else torch.zeros_like(weights[..., 0, :])

@@ -38,4 +38,4 @@ class H2O(Eviction):
         return max(1, self.budget // 2) if self.recent is None else self.recent
 
     def score(self, seen: Observation) -> Tensor:
-        return seen.weights.sum(dim=3).mean(dim=2)
+        return seen.sums().mean(dim=2)

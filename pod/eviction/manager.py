@@ -23,6 +23,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ from pod_kernels import (
     packed_attention,
     shared_score_attention,
 )
+from pod_kernels.backend import runs_triton
 from pod_kernels.cached import MAX_LOGITS
 from pod_kernels.quantized import quantized
 
@@ -130,6 +132,49 @@ class Prefill:
     chosen: dict[Unit, Chosen] = field(default_factory=dict)
 
 
+class SeenByKernels(Observation):
+    """What queries of a prefill attended to, as kernels add it up: weights are computed only for who asks for them.
+
+    Args:
+        queries, query_positions: [A, B, G, q, D] and [B, q].
+        keys, positions: [A, B, N, D] and [B, A, N], in order of position.
+        newest: [B].
+        scale: factor on every logit.
+    """
+
+    def __init__(
+        self, queries: Tensor, query_positions: Tensor, keys: Tensor, positions: Tensor, newest: Tensor, scale: float
+    ) -> None:
+        self._given = queries, keys, positions.transpose(0, 1), query_positions, scale
+        self.positions, self.newest = positions, newest
+        self.in_order, self.decoding = True, False
+        self._columns: tuple[Tensor | None, ...] = (None,)
+
+    @cached_property
+    def weights(self) -> Tensor:
+        return attention_weights(*self._given).transpose(0, 1)
+
+    @property
+    def count(self) -> int:
+        return self._given[0].shape[3]
+
+    def sums(self) -> Tensor:
+        return self._column(0)
+
+    def variances(self) -> Tensor:
+        return self._column(1)
+
+    def entropies(self) -> Tensor:
+        return self._column(2)
+
+    def _column(self, which: int) -> Tensor:
+        from pod_kernels.column_sums import column_statistics  # imports triton
+
+        if which >= len(self._columns) or self._columns[which] is None:
+            self._columns = column_statistics(*self._given, with_spread=which > 0)
+        return self._columns[which].transpose(0, 1)
+
+
 class EvictingStorage:
     """Keys, values and positions of a `PodCache` with an eviction method; the cache calls what is public here.
 
@@ -190,7 +235,7 @@ class EvictingStorage:
         self.tables: dict[int, Table] = {}
         self.prefill = Prefill()
         self.step = None
-        self.scores: dict[int, dict[int, Tensor]] = {}
+        self.workspace: Tensor | None = None  # [H_kv, B, G, 1, W] float32, what anchors leave during one step
         self.is_frozen = False
         self.is_settled = False  # a step has evicted since the last prefill: every unit is within its budget
         self.decoded = 0
@@ -312,7 +357,6 @@ class EvictingStorage:
         self.is_direct = step.is_first and not self.in_prefill and not self.is_frozen
         self.is_decoding = self.count == 1 and not step.is_first and not self.in_prefill
         self.acts = not self.is_frozen and not self.is_decoding
-        self.scores = {}
         if not self.in_prefill:
             self.prefill = Prefill()
 
@@ -323,7 +367,6 @@ class EvictingStorage:
             self._drop_condemned()
         elif self.acts and not self.in_prefill:
             self._end_prefill()
-        self.scores = {}
         for table in self.tables.values():
             table.new_slots = None
         self.step = None
@@ -529,6 +572,8 @@ class EvictingStorage:
     def _observation(
         self, queries: Tensor, positions: Tensor, keys: Tensor, held: Tensor, newest: Tensor
     ) -> Observation:
+        if runs_triton(keys):
+            return SeenByKernels(queries, positions, keys, held, newest, self.scale)
         weights = attention_weights(queries, keys, held.transpose(0, 1), positions, self.scale)
         return Observation(weights.transpose(0, 1), held, newest, in_order=True, decoding=False)
 
@@ -536,6 +581,8 @@ class EvictingStorage:
         """Scores [B, A, N] that add up over queries, a few of these at a time."""
         count = queries.shape[3]
         chunk = max(1, min(count, MAX_LOGITS // max(1, queries.shape[:3].numel() * keys.shape[2])))
+        if runs_triton(keys):
+            chunk = count  # kernels hold a tile of the weights at a time
         total = torch.zeros(held.shape, dtype=torch.float32, device=keys.device)
         for first in range(0, count, chunk):
             part = slice(first, first + chunk)
@@ -678,6 +725,10 @@ class EvictingStorage:
         step, anchors, count = self.step, self.num_anchors[layer], self.count
         if anchors:
             self._make_room(layer, keys)
+        if count == 1 and runs_triton(values):
+            self._append_one(layer, queries, keys, values)
+            return
+        if anchors:
             table = self.tables[layer]
             held = table.slots.padded(torch.iinfo(torch.int32).max)[..., 0]
             if count == 1:
@@ -710,6 +761,31 @@ class EvictingStorage:
         if anchors < len(units):
             self._write_near(stored, keys[anchors:], slots[anchors:])
 
+    def _append_one(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> None:
+        """The same of one token in each row, by one kernel."""
+        from pod_kernels.update import append_packed  # imports triton
+
+        anchors, order = self.num_anchors[layer], self.orders[layer]
+        table, stored = self.tables.get(layer), self.layers[layer]
+        if stored is None:
+            stored = self.layers[layer] = self._empty_layer(layer, keys, values)
+        slots = None
+        if anchors < len(order):
+            tables = [(self.tables[self.anchors[layer][head]], head) for head in order[anchors:]]
+            slots = torch.stack([table.new_slots[table.heads.index(head)] for table, head in tables])
+            self._make_near_room(stored)
+            stored.near_room -= 1
+        held = scores = None
+        if anchors:
+            held = table.slots
+            scores = table.scores if self.method.carries or self.method.lasting else None
+            table.room -= 1
+        new_slots = append_packed(stored, held, scores, keys, values, self.step.positions, slots)
+        if anchors:
+            table.new_slots = new_slots
+            if self.acts:
+                self._look(layer, queries)
+
     def _look(self, layer: int, queries: Tensor) -> None:
         """Add the chunk's attention to carried scores, and keep its last queries for the decision."""
         table, stored = self.tables[layer], self.layers[layer]
@@ -738,16 +814,19 @@ class EvictingStorage:
             stored.near_positions = torch.cat([stored.near_positions, positions.int()], dim=2)
             stored.near_slots = torch.cat([stored.near_slots, slots.int()], dim=2)
             return
-        places = stored.near_keys.shape[2]
-        if stored.near_room < 1 and places < self._near_bound(stored):
-            near = stored.near_keys, stored.near_positions, stored.near_slots
-            self._pack_near(stored, *near, step.before - 1, self._near_reach(), least=1)
+        self._make_near_room(stored)
         stored.near_room -= 1
         is_sink = (stored.near_positions >= 0) & (stored.near_positions < stored.sink_size)
         place = stored.near_positions.masked_fill(is_sink, torch.iinfo(torch.int32).max).argmin(dim=-1, keepdim=True)
         stored.near_positions.scatter_(2, place, positions.int())
         stored.near_slots.scatter_(2, place, slots.int())
         stored.near_keys.scatter_(2, place[..., None].expand(*place.shape, keys.shape[-1]), keys)
+
+    def _make_near_room(self, stored: Layer) -> None:
+        """A place for one token's own key, while there may be more of them."""
+        if stored.near_room < 1 and stored.near_keys.shape[2] < self._near_bound(stored):
+            near = stored.near_keys, stored.near_positions, stored.near_slots
+            self._pack_near(stored, *near, self.step.before - 1, self._near_reach(), least=1)
 
     def _tidy_near(self, layer: int) -> None:
         """After several queries, keep the own keys that a later one can need."""
@@ -815,7 +894,7 @@ class EvictingStorage:
             stored,
             positions=step.positions,
             slot_positions=tuple((table.slots, table.heads.index(head)) for table, head in units),
-            scores=self.scores if uses_scores else None,
+            scores=self._scores(q, stored) if uses_scores else None,
             score_heads=tuple(head for head in stored.order[:anchors] if self.last_layer[layer, head] > layer),
             q_distant=q_distant,
             distant_keys=distant_keys,
@@ -827,6 +906,17 @@ class EvictingStorage:
         out, weights = result
         self._condemn(layer, weights)
         return out
+
+    def _scores(self, q: Tensor, stored: Layer) -> Tensor:
+        """The workspace, wide enough for this layer; what anchors before it have left stays."""
+        heads, batch = len(stored.order), q.shape[0]
+        old, width = self.workspace, max(map(max, stored.values.sizes))
+        if old is None or old.shape[1] != batch or old.shape[-1] < width or old.device != q.device:
+            shape = (heads, batch, q.shape[1] // heads, 1, width)
+            self.workspace = torch.empty(shape, dtype=torch.float32, device=q.device)
+            if old is not None and old.shape[1] == batch and old.device == q.device:
+                self.workspace[..., : old.shape[-1]] = old
+        return self.workspace
 
     # ------------------------------------------------------------------ sizes
 

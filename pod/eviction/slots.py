@@ -20,8 +20,9 @@ from transformers.configuration_utils import PreTrainedConfig
 from pod.blocks import LayerBlocks
 from pod.eviction.storage import Rotary, Store, real_tokens
 from pod_kernels import Segments
+from pod_kernels.backend import runs_triton
 from pod_kernels.cascade import Cascades, CascadeState, Plan
-from pod_kernels.slots import BlockAnchor, Capped, OwnKeys, rotated, rotated_pieces, slot_attention
+from pod_kernels.slots import BlockAnchor, Capped, OwnKeys, put_own, rotated, rotated_pieces, slot_attention
 
 # Steps of decoding that are planned at once.
 STEPS_AHEAD = 64
@@ -52,8 +53,8 @@ class Step:
         kept: [B or 1] slots in use.
         seen: [B or 1] tokens before the forward.
         counts: [B or 1] real tokens.
-        plan: of the insertion.
-        seen_rows: `seen` on the host.
+        plan: of the insertion, once it is asked for.
+        seen_rows, new_rows: `seen` and `counts` on the host.
         ranks: [B or 1, N, c] of `Cascades.ranks`, once the first layer has asked.
         angles: cos and sin [B or 1, T, D / 2] of the new tokens; None without rotation.
         table: cos and sin [.., D / 2] by place; None without rotation.
@@ -70,8 +71,9 @@ class Step:
     kept: Tensor
     seen: Tensor
     counts: Tensor
-    plan: Plan
+    plan: Plan | None
     seen_rows: np.ndarray
+    new_rows: np.ndarray
     ranks: Tensor | None
     angles: tuple[Tensor, Tensor] | None
     table: tuple[Tensor, Tensor] | None
@@ -201,8 +203,7 @@ class SlotStore(Store):
         rows = slice(0, 1) if is_alike else slice(None)
         seen, counts = np.array(self._seen[rows]), np.array(new[rows])
         cascades = self.cascades
-        plan = self._plan_ahead(seen, device) if count == 1 == min(new) else cascades.plan(seen, counts, count, device)
-        seen_rows = seen
+        seen_rows, new_rows = seen, counts
         used = min(max(self._seen), cascades.slots)
         seen, counts = torch.from_numpy(seen).to(device), torch.from_numpy(counts).to(device)
         kept = seen.clamp(max=cascades.slots)
@@ -229,8 +230,9 @@ class SlotStore(Store):
             kept=kept,
             seen=seen,
             counts=counts,
-            plan=plan,
+            plan=None,
             seen_rows=seen_rows,
+            new_rows=new_rows,
             ranks=None,
             angles=angles,
             table=table,
@@ -261,32 +263,46 @@ class SlotStore(Store):
 
         goes_on = [place for place in range(num_anchors) if not self._ends[layer][order[place]]]
         keeps_logits = bool(goes_on) and q.shape[3] == 1 and self.config.share == "scores"
-        ranks, keys = None, [stored.keys.rectangle[:, :, : step.used]] if num_anchors else []
+        ranks = None
         if num_anchors and self.rotates:
             if step.ranks is None:
                 step.ranks = self.cascades.ranks(step.seen_rows, k.device)
             ranks = stored.state.ranks(self.cascades, step.ranks)[..., : step.used]
-            keys = rotated_pieces(keys[0], ranks, *step.table)
-        keys = chain(keys, [k[:num_anchors]])
-        if goes_on and not keeps_logits:
-            keys = list(keys)  # the block's other layers read them too
-        out, sums, logits, pairs = slot_attention(
-            q,
-            keys,
-            (stored.values.rectangle[:, :, : step.used], v),
+        own = self._own_keys(stored, k[num_anchors:], blocks) if blocks else None
+        window = None if self.window is None else (step.held, *self.window)
+        options = dict(
             kept=step.kept,
             positions=step.positions,
-            anchors=[block.anchor for block in blocks],
-            own=self._own_keys(stored, k[num_anchors:], blocks) if blocks else None,
-            share=self.config.share,
             sink_size=self.config.sink_size,
             recent_size=self.config.recent_size,
             scale=scale,
-            decay=step.decay if num_anchors else None,
-            window=None if self.window is None else (step.held, *self.window),
-            capped=(None, None) if far is None else tuple(capped),
             return_logits=keeps_logits,
         )
+        keys: list[Tensor] = []
+        is_one = q.shape[3] == 1 and keeps_logits == bool(goes_on) and self.config.share != "keys"
+        if is_one and far is None and not (blocks and window) and runs_triton(v):
+            if window is not None:
+                options |= dict(zip(("window", "sink_size", "recent_size"), window, strict=True))
+            out, sums, logits, pairs = self._attend_one(layer, q, k, v, ranks, own, blocks, options)
+        else:
+            keys = [stored.keys.rectangle[:, :, : step.used]] if num_anchors else []
+            if ranks is not None:
+                keys = rotated_pieces(keys[0], ranks, *step.table)
+            keys = chain(keys, [k[:num_anchors]])
+            if goes_on and not keeps_logits:
+                keys = list(keys)  # the block's other layers read them too
+            out, sums, logits, pairs = slot_attention(
+                q,
+                keys,
+                (stored.values.rectangle[:, :, : step.used], v),
+                anchors=[block.anchor for block in blocks],
+                own=own,
+                share=self.config.share,
+                decay=step.decay if num_anchors else None,
+                window=window,
+                capped=(None, None) if far is None else tuple(capped),
+                **options,
+            )
         self.pairs += pairs
 
         found = None
@@ -314,6 +330,42 @@ class SlotStore(Store):
                 self._close(self._anchors[layer][head], head)
         inverse = torch.tensor(order, device=q.device).argsort()
         return out[inverse].transpose(0, 1).flatten(1, 2)
+
+    def _attend_one(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        ranks: Tensor | None,
+        own: OwnKeys | None,
+        blocks: list[OpenBlock],
+        options: dict,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, int]:
+        """`slot_attention` of one query in each row, by kernels."""
+        from pod_kernels.decode import slot_decode  # imports triton
+
+        step, stored, num_anchors = self._step, self._layers[layer], self._num_anchors[layer]
+        shared, pairs = None, num_anchors * q[0, ..., 0].numel() * (step.used + 1)
+        if blocks:
+            shared = torch.stack([block.anchor.logits for block in blocks])
+            sizes = self.config.sink_size, self.config.recent_size
+            pairs += put_own(shared, q[num_anchors:], own, step.positions, *sizes, options["scale"])
+        scored = num_anchors and self.scoring is not None
+        out, sums, logits = slot_decode(
+            q,
+            stored.keys.rectangle,
+            stored.values.rectangle,
+            k,
+            v,
+            used=step.used,
+            shared_logits=shared,
+            ranks=ranks,
+            table=step.table if ranks is not None else None,
+            decay=1 - self.scoring.gamma if scored else None,
+            **options,
+        )
+        return out, sums, logits, pairs
 
     def write(self, layer: int, k: Tensor, v: Tensor, sums: Tensor | None) -> Tensor | None:
         """Insert and store the new tokens of one layer, a single one when the forward ends; `attend` calls it.
@@ -348,7 +400,9 @@ class SlotStore(Store):
         return slots[:num_anchors]
 
     def finish(self) -> None:
-        if self._pending:
+        if self._pending and runs_triton(self._pending[0].values):
+            self._store_one()
+        elif self._pending:
             sums = None
             if self.scoring is not None:
                 sums = torch.cat([part.sums for part in self._pending if part.sums is not None])
@@ -362,6 +416,7 @@ class SlotStore(Store):
                 if num_anchors:
                     self._put(stored.keys.rectangle, new.keys[:num_anchors], slots[:num_anchors])
                 self._put(stored.values.rectangle, new.values, slots)
+        if self._pending:
             self._pending = []
             self._open = {}
         self._seen = [seen + new for seen, new in zip(self._seen, self._step.new, strict=True)]
@@ -425,6 +480,34 @@ class SlotStore(Store):
 
     # ------------------------------------------------------------------ parts of a forward
 
+    def _store_one(self) -> None:
+        """Insert and store the token of every row, one kernel for all units and one for each layer."""
+        from pod_kernels.update import append_slots, average, insert  # imports triton
+
+        step, state, scores = self._step, self._state, None
+        if self.scoring is not None:
+            sums = torch.cat([part.sums for part in self._pending if part.sums is not None])
+            factors = self.scoring.gamma ** step.counts.float()
+            scores = average(state.scores, sums, factors, self.scoring.head_reduction)
+        chosen = insert(state, self.cascades, step.positions, scores)
+        for layer, (stored, new) in enumerate(zip(self._layers, self._pending, strict=True)):
+            held = stored.keys.rectangle, stored.values.rectangle, stored.own.rectangle
+            units = self._units(layer, chosen.device)
+            sinks, by_slot = self.config.sink_size, self._own_by_slot
+            append_slots(*held, new.keys, new.values, step.positions, chosen, units, sinks, by_slot)
+            self.moved += 2 * len(units) * sum(step.new)
+
+    def _plan(self) -> Plan:
+        """The plan of this forward's insertion."""
+        step = self._step
+        if step.plan is None:
+            count, device = step.positions.shape[1], step.positions.device
+            if count == 1 == min(step.new):
+                step.plan = self._plan_ahead(step.seen_rows, device)
+            else:
+                step.plan = self.cascades.plan(step.seen_rows, step.new_rows, count, device)
+        return step.plan
+
     def _plan_ahead(self, seen: np.ndarray, device: torch.device) -> Plan:
         """The plan of one token in each row, made for several steps of decoding at once: all depends on counts only."""
         rows = len(seen)
@@ -450,7 +533,7 @@ class SlotStore(Store):
             held = state.scores[..., : step.used]
             held.mul_((self.scoring.gamma ** step.counts.float())[:, None]).add_(sums[..., : step.used])
             scores = sums[..., step.used :]
-        return state.insert(self.cascades, step.plan, step.positions, scores)
+        return state.insert(self.cascades, self._plan(), step.positions, scores)
 
     def _own_keys(self, stored: LayerSlots, new: Tensor, blocks: list[OpenBlock]) -> OwnKeys:
         """The other heads' own keys, of slots and chunk: where they belong among all keys."""

@@ -44,5 +44,5 @@ class SnapKV(Eviction):
         return self.window
 
     def score(self, seen: Observation) -> Tensor:
-        summed = seen.weights.sum(dim=3).mean(dim=2)
+        summed = seen.sums().mean(dim=2)
         return seen.pooled(summed, self.window, self.kernel_size, self.pooling)

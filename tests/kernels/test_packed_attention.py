@@ -92,7 +92,7 @@ def test_scores_left_by_an_anchor_equal_those_computed_again(name):
     q, positions = queries(1)
     q_own = torch.randn(q.shape)
     common = dict(positions=positions, slot_positions=tuple((table, head) for head in range(3)), scale=0.4)
-    left: dict = {}
+    left = torch.full((3, BATCH, GROUPS, 1, 11), torch.nan)
     packed_attention(q, anchor, **common, scores=left, score_heads=(0, 1, 2))
     read = packed_attention(q_own, layer, **common, scores=left)
     keys = tuple((anchor.keys, head) for head in range(3))
