@@ -376,8 +376,11 @@ class PodModule(lightning.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if "state_dict" in checkpoint:
+            # The base of adapters and a teacher are elsewhere. What is frozen because nothing uses it is not.
+            frozen = self._names(False)
+            left_out = {name for name in frozen if self.hparams.lora_rank or name.startswith("teacher.")}
             state = checkpoint["state_dict"]
-            checkpoint["state_dict"] = {name: value for name, value in state.items() if name not in self._names(False)}
+            checkpoint["state_dict"] = {name: value for name, value in state.items() if name not in left_out}
         checkpoint["rng_state"] = torch.get_rng_state()
         checkpoint["accumulate"] = self.trainer.accumulate_grad_batches
 

@@ -753,6 +753,16 @@ def _check_together(recipe: Recipe) -> None:
         )
     if recipe.lora.rank and model.base is None:
         raise RecipeError(f"lora.rank={recipe.lora.rank} needs model.base: adapters change a trained model a little")
+    if recipe.lora.rank and model.share == "kv" and {"k", "v"} & set(recipe.lora.targets):
+        raise RecipeError(
+            f"lora.targets={recipe.lora.targets}: with model.share=kv upper layers make no keys and values; set "
+            "lora.targets=[q,o]"
+        )
+    if recipe.distill.weight and model.share == "kv" and trainer.strategy == "deepspeed":
+        raise RecipeError(
+            f"distill.weight={recipe.distill.weight:g}, model.share=kv and trainer.strategy=deepspeed: a sharded "
+            "checkpoint leaves out what is frozen, the teacher and the unused projections alike; set distill.weight=0"
+        )
     if shares and model.share != "kv" and model.sink_size + model.recent_size >= recipe.data.sequence_length:
         raise RecipeError(
             f"no token is distant: model.sink_size ({model.sink_size}) + model.recent_size ({model.recent_size}) cover "

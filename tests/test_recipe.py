@@ -382,6 +382,14 @@ def test_every_number_has_an_interval():
             ["lora.rank=4", "model.base=null", "model.config.model_type=llama", "model.tokenizer=bytes"],
             "lora.rank=4 needs model.base",
         ),
+        (
+            ["lora.rank=4", "model.share=kv", "blocks.size=2"],
+            "with model.share=kv upper layers make no keys and values",
+        ),
+        (
+            ["distill.weight=1", "model.share=kv", "blocks.size=2", "trainer.strategy=deepspeed"],
+            "a sharded checkpoint leaves out what is frozen",
+        ),
         (["optimizer.warmup_tokens=1"], "optimizer.warmup_steps or optimizer.warmup_tokens: both are given"),
         (["model.base=null"], "model.config (start from scratch): neither is given, wanted one"),
         (["model.config.model_type=llama"], "model.config (start from scratch): both are given, wanted one"),

@@ -14,10 +14,10 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def runs_triton(states: Tensor) -> bool:
     """Whether Triton's kernels take these states.
 
-    The environment variable POD_ATTENTION_BACKEND decides, as for `shared_score_attention`: "fused" takes the kernels or
-    refuses, all other names are plain torch; so is "auto" (as when it is not set), because the kernels were not run on a
-    GPU yet: they are not chosen for anyone before they were measured. On a CPU the kernels run in Triton's interpreter,
-    for tests: TRITON_INTERPRET=1, set before triton is imported.
+    The environment variable POD_ATTENTION_BACKEND decides, as for `shared_score_attention`: "fused" takes the kernels
+    or refuses, all other names are plain torch; so is "auto" (as when it is not set), because the kernels were not run
+    on a GPU yet: they are not chosen for anyone before they were measured. On a CPU the kernels run in Triton's
+    interpreter, for tests: TRITON_INTERPRET=1, set before triton is imported.
 
     Args:
         states: [.., D] the queries, or what is stored.

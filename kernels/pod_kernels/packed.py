@@ -52,7 +52,7 @@ class PackedLayer:
 
     def __post_init__(self) -> None:
         if list(self.order) != sorted(self.order):
-            self.index = torch.tensor(self.order, device=self.values.data.device)
+            self.index = torch.tensor(self.order, device=self.values.tensors()[0].device)
 
 
 def reference_packed_attention(

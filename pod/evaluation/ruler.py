@@ -193,9 +193,10 @@ def _niah(
         draw.shuffle(needles)
         asked = draw.sample(chosen, queries)
         if hay == "essay":
-            # A phrase's needle is a line of its own.
-            lines = needles if setting.phrase is None else [f"\n{needle}\n" for needle in needles]
-            context = _hide_in_text(draw, size, setting.source, lines)
+            # A phrase's needle is a line of its own, after any word: not every text has sentences.
+            plain = setting.phrase is None
+            lines = needles if plain else [f"\n{needle}\n" for needle in needles]
+            context = _hide_in_text(draw, size, setting.source, lines, after_sentences=plain)
         else:
             lines = _noise(size)
             if hay == "needle":
@@ -269,10 +270,10 @@ def _insert(draw: random.Random, lines: list[str], needles: list[str]) -> list[s
     return mixed
 
 
-def _hide_in_text(draw: random.Random, size: int, haystack: Haystack, needles: list[str]) -> str:
-    """`size` words of the haystack with the needles between sentences, at depths drawn from 40 steps."""
+def _hide_in_text(draw: random.Random, size: int, haystack: Haystack, needles: list[str], after_sentences: bool) -> str:
+    """`size` words of the haystack with the needles between sentences or words, at depths drawn from 40 steps."""
     words, ends = haystack.take(size)
-    ends = [0, *ends]
+    ends = [0, *ends] if after_sentences else range(len(words) + 1)
     depths = sorted(draw.sample(range(_DEPTHS), len(needles)))
     places = [ends[round(depth / (_DEPTHS - 1) * (len(ends) - 1))] for depth in depths]
     parts, last = [], 0

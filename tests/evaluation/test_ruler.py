@@ -145,6 +145,20 @@ def test_the_other_phrase_is_taken_too(words):
     assert f"The pass key of {name} is {request.record['answers'][0]}. Remember it" in request.text
 
 
+def test_the_needle_of_a_phrase_may_stand_after_any_word(words):
+    """Code has few ends of sentences; RULER's own needles stand at these only."""
+    rare = ruler.Haystack(("x = y + z\n" * 25 + "Done.\n") * 16)
+    places = {
+        "key": lambda text: text.index("\n#key"),
+        None: lambda text: text.index("One of the special magic"),
+    }
+    found = {}
+    for phrase, place in places.items():
+        requests = make(words, "niah_single_2", 1024, 30, phrase=phrase, source=rare)
+        found[phrase] = {place(request.text) for request in requests}
+    assert len(found[None]) <= 9 and len(found["key"]) > 12
+
+
 def test_needles_stand_between_sentences_at_all_depths(words):
     depths = []
     for request in make(words, "niah_single_2", 4096, 20):
