@@ -403,7 +403,7 @@ class PodModel:
         elif document_ids is None and attention_mask is None:
             if past_key_values is None:
                 document_ids = _documents_of(position_ids, batch)
-            elif bool((position_ids[:, 1:] <= position_ids[:, :-1]).any()):
+            elif count > 1 and bool((position_ids[:, 1:] <= position_ids[:, :-1]).any()):
                 raise ValueError(
                     "position_ids start again within a row: packed documents are for training without a cache, pass "
                     "use_cache=False"

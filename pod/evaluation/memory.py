@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from pod.blocks import LayerBlocks
 from pod.cache import PodCache
-from pod.eviction import Eviction, Quest, StoragePolicy, StreamingLLM
+from pod.eviction import Eviction, LMInfinite, Quest, StoragePolicy, StreamingLLM
 from pod.plan import Shape, largest
 from pod_kernels.cached import MAX_LOGITS
 from pod_kernels.slots import CPU_LOGITS
@@ -176,6 +176,8 @@ class Inference:
             out = 4 * q + 12 * shape.heads + max(b * min(q, 2 * q // splits), b * (q + q // splits) if b < 4 else 0)
         if self._has_store:
             copies += b * (2 * q + 2 * k)  # queries in storage order and rotated, keys and values behind the kept
+        if isinstance(self.eviction, LMInfinite):
+            copies += b * q  # the queries once more, as far away as distances go
         most = rotation
         for anchors in {
             sum(anchor == index for anchor in row) for index, row in enumerate(self.blocks.anchors.tolist())
