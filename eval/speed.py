@@ -24,11 +24,13 @@ Writes speed-SUITE.json after every measurement, at the end speed.md, and prints
 import argparse
 import itertools
 import math
+import os
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -44,6 +46,7 @@ import pod
 from pod.evaluation import report
 from pod.files import check_writable
 from pod_kernels import shared_score_attention
+from pod_kernels.attention import BACKEND_VARIABLE
 
 LAYERS, KV_HEADS = 8, 8
 SINKS = 16
@@ -158,6 +161,35 @@ def rotated(setting: Setting, make: Callable[[], list[Tensor]]) -> Iterator[list
         cached = torch.cuda.get_device_properties(setting.device).L2_cache_size
         sets += [make() for _ in range(math.ceil(2 * cached / size))]
     return itertools.cycle(sets)
+
+
+def pod_backends(setting: Setting) -> dict[str, str]:
+    """What a table calls PoD with each backend that the device might have."""
+    return {"PoD": "composed", "PoD, fused": "fused"} if setting.device == "cuda" else {"PoD": "composed"}
+
+
+@contextmanager
+def backend(name: str) -> Iterator[None]:
+    """Attention and the cache's functions run by this backend inside."""
+    before = os.environ.get(BACKEND_VARIABLE)
+    os.environ[BACKEND_VARIABLE] = name
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[BACKEND_VARIABLE]
+        else:
+            os.environ[BACKEND_VARIABLE] = before
+
+
+def by(name: str, work: Callable[[], object]) -> Callable[[], object]:
+    """The work with this backend."""
+
+    def run() -> None:
+        with backend(name):
+            work()
+
+    return run
 
 
 def ceilings(setting: Setting) -> dict[str, float]:
@@ -306,12 +338,10 @@ def _attention(setting: Setting, length: int, training: bool) -> Measured:
             torch.autograd.grad(out, tensors, grad)
 
     works = {
-        f"PoD, {backend}": partial(
-            work,
-            partial(shared_score_attention, sink_size=SINKS, recent_size=setting.recent, backend=backend),
-            5,
+        name: partial(
+            work, partial(shared_score_attention, sink_size=SINKS, recent_size=setting.recent, backend=kind), 5
         )
-        for backend in (("composed", "fused") if setting.device == "cuda" else ("composed",))
+        for name, kind in pod_backends(setting).items()
     }
     dense = {
         name: partial(work, lambda q, k, v, run=run: run(q, k, v, True), 3)
@@ -344,13 +374,17 @@ def step(model: PreTrainedModel, cache: Cache, batch: int) -> Callable[[], objec
 
 def decode(setting: Setting, length: int) -> Measured:
     """One token with `length` tokens in the cache."""
-    works, batch = {}, decoding_rows(setting, length)
-    for name, model in random_models(setting, 2 * length).items():
-        cache = new_cache(model, length + setting.rounds + 1)
+    works, batch, models = {}, decoding_rows(setting, length), random_models(setting, 2 * length)
+    kinds = pod_backends(setting)
+    for name in (*kinds, DENSE, STOCK):
+        model = models["PoD" if name in kinds else name]
+        cache = new_cache(model, length + setting.rounds + 2)
         fill(cache, model, batch, length)
-        works[name] = step(model, cache, batch)
+        works[name] = by(kinds.get(name, "composed"), step(model, cache, batch))
+    works, left_out = runnable(works)
     seconds = interleaved(works, setting.rounds, setting.device, f"decode at {length}")
-    return Measured(seconds, [("PoD", DENSE), ("PoD", STOCK)])
+    pairs = [(name, other) for name in works if name in kinds for other in (DENSE, STOCK)]
+    return Measured(seconds, pairs, left_out=left_out)
 
 
 def decoding_rows(setting: Setting, length: int) -> int:
@@ -365,10 +399,12 @@ def decode_attention(setting: Setting, length: int) -> Measured:
     new = [setting.random(batch, heads, 1, setting.head_dim) for heads in (setting.heads, KV_HEADS, KV_HEADS)]
     works: Works = {}
     amounts = {}
-    for name in ("PoD", DENSE):
-        cache = new_cache(models[name], length + setting.rounds + 2)
-        fill(cache, models[name], batch, length)
-        works[name] = partial(attend, cache, models[name], *new)
+    kinds = pod_backends(setting)
+    for name in (*kinds, DENSE):
+        model = models["PoD" if name in kinds else DENSE]
+        cache = new_cache(model, length + setting.rounds + 2)
+        fill(cache, model, batch, length)
+        works[name] = by(kinds.get(name, "composed"), partial(attend, cache, model, *new))
         amounts[name] = cache.nbytes(), BYTES
     stored = [setting.random(2, batch, KV_HEADS, length, setting.head_dim) for _ in range(LAYERS)]
 
@@ -376,10 +412,12 @@ def decode_attention(setting: Setting, length: int) -> Measured:
         for k, v in stored:
             run(new[0], k, v, False)
 
-    others, left_out = runnable({name: partial(dense, run) for name, run in dense_attentions(setting.device).items()})
+    others = {name: partial(dense, run) for name, run in dense_attentions(setting.device).items()}
     amounts |= dict.fromkeys(others, (2 * batch * KV_HEADS * length * setting.head_dim * itemsize * LAYERS, BYTES))
-    seconds = interleaved(works | others, setting.rounds, setting.device, f"decode attention at {length}")
-    return Measured(seconds, [("PoD", other) for other in [DENSE, *others]], amounts, left_out)
+    works, left_out = runnable(works | others)
+    seconds = interleaved(works, setting.rounds, setting.device, f"decode attention at {length}")
+    pairs = [(name, other) for name in works if name in kinds for other in works if other not in kinds]
+    return Measured(seconds, pairs, {name: amounts[name] for name in works}, left_out)
 
 
 def decode_after_eviction(setting: Setting, length: int) -> Measured:
@@ -496,13 +534,18 @@ def generation(setting: Setting, length: int) -> Measured:
             pad_token_id=0,
         )
 
-    for name, model in models.items():
-        works[name] = partial(run, model, random_ids(model, batch, length), None)
+    kinds = pod_backends(setting)
+    for name in (*kinds, DENSE, STOCK):
+        model = models["PoD" if name in kinds else name]
+        whole = partial(run, model, random_ids(model, batch, length), None)
+        works[name] = by(kinds.get(name, "composed"), whole)
     for method in setting.eviction:
         works[f"PoD, {method}"] = partial(run, models["PoD"], random_ids(models["PoD"], batch, length), method)
+    works, left_out = runnable(works)
     seconds = interleaved(works, setting.rounds, setting.device, f"generate after {length}")
-    others = [(f"PoD, {method}", STOCK) for method in setting.eviction]
-    return Measured(seconds, [("PoD", DENSE), ("PoD", STOCK), *others])
+    pairs = [(name, other) for name in works if name in kinds for other in (DENSE, STOCK)]
+    pairs += [(f"PoD, {method}", STOCK) for method in setting.eviction]
+    return Measured(seconds, pairs, left_out=left_out)
 
 
 SUITES = {

@@ -16,7 +16,7 @@ SPEC = importlib.util.spec_from_file_location("eval_speed", ROOT / "eval" / "spe
 speed = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(speed)
 
-ATTENTION = ["PoD, composed / SDPA flash"]
+ATTENTION = ["PoD / SDPA flash"]
 PAIRS = {
     "attention": {"attention_forward": ATTENTION, "attention_training": ATTENTION},
     "decode": {
@@ -94,11 +94,22 @@ def test_operations_and_bytes(tiny):
     pairs = 2 * 16 * sum(query + 1 for query in range(64))
     # For each pair: 4 multiplications and as many additions for the logit, and the same for the value.
     assert measured.amounts["SDPA flash"] == (pairs * 4 * 2 * 2, speed.OPERATIONS)
-    assert trained.amounts["PoD, composed"] == (pairs * 4 * 2 * 7, speed.OPERATIONS)
+    assert trained.amounts["PoD"] == (pairs * 4 * 2 * 7, speed.OPERATIONS)
     assert decoded.amounts["SDPA flash"] == (2 * 2 * 64 * 4 * 4 * speed.KV_HEADS * speed.LAYERS, speed.BYTES)
     # Its blocks of one layer hold the same keys and values, and room for the tokens of the rounds.
     dense, most = decoded.amounts[speed.DENSE][0], decoded.amounts["SDPA flash"][0]
     assert dense == most // 64 * (64 + 3)
+
+
+def test_the_backend_holds_inside_only(monkeypatch):
+    monkeypatch.setenv(speed.BACKEND_VARIABLE, "reference")
+    seen = []
+    speed.by("composed", lambda: seen.append(speed.os.environ[speed.BACKEND_VARIABLE]))()
+    assert seen == ["composed"] and speed.os.environ[speed.BACKEND_VARIABLE] == "reference"
+    monkeypatch.delenv(speed.BACKEND_VARIABLE)
+    with pytest.raises(ZeroDivisionError):
+        speed.by("fused", lambda: 1 / 0)()
+    assert speed.BACKEND_VARIABLE not in speed.os.environ
 
 
 def test_what_cannot_run_is_left_out_with_its_reason():
