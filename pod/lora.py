@@ -29,7 +29,8 @@ def add_adapters(model: nn.Module, rank: int, alpha: float, dropout: float, targ
         targets: of `LORA_TARGETS`.
 
     Raises:
-        ValueError: peft is not installed, a number out of its range, or an unknown target.
+        ValueError: peft is not installed, a number out of its range, an unknown target, or one that the family joins
+            with others in one matrix.
     """
     if importlib.util.find_spec("peft") is None:
         raise ValueError("lora.rank needs the package peft: pip install 'pod-attention[lora]'")
@@ -38,6 +39,14 @@ def add_adapters(model: nn.Module, rank: int, alpha: float, dropout: float, targ
     unknown = [target for target in targets if target not in LORA_TARGETS]
     if unknown or not targets:
         raise ValueError(f"LoRA's targets are some of {', '.join(LORA_TARGETS)}; got {', '.join(targets) or 'none'}")
+    present = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    joined = [target for target in targets if f"{target}_proj" not in present]
+    if joined:
+        there = [target for target in LORA_TARGETS if f"{target}_proj" in present]
+        raise ValueError(
+            f"LoRA's targets {', '.join(joined)}: {type(model).__name__} has no such matrices of their own; choose of "
+            f"{', '.join(there)}"
+        )
     from peft import LoraConfig, inject_adapter_in_model
 
     config = LoraConfig(

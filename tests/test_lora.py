@@ -211,3 +211,12 @@ def test_a_resumed_run_distills_on(base):
     assert pod.LayerBlocks(BLOCKS) == rebuild(checkpoint).config.blocks
     flops = module.flops_per_token() / sum(parameter.numel() for parameter in module.model.parameters())
     assert flops == 8
+
+
+def test_a_projection_that_a_family_joins_with_others_is_refused():
+    """peft would leave it out silently, and train the output projections alone."""
+    model = pod.PodPhi3ForCausalLM(pod.PodPhi3Config(**SIZES, pad_token_id=0))
+    with pytest.raises(ValueError, match="targets q, k, v: PodPhi3ForCausalLM has no such matrices.* of o, down$"):
+        add_adapters(model, 2, 4.0, 0.0, ["q", "k", "v", "o"])
+    add_adapters(model, 2, 4.0, 0.0, ["o", "down"])
+    assert sum(parameter.requires_grad for parameter in model.parameters()) == 2 * 2 * SIZES["num_hidden_layers"]
