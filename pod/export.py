@@ -83,11 +83,16 @@ def load_checkpoint(path: Path) -> tuple[dict, Path]:
     Raises:
         ValueError: there is none, or it is damaged.
     """
-    from pod.fit import is_whole, last_checkpoint  # brings lightning
+    from pod.fit import checkpoints, is_whole, last_checkpoint  # brings lightning
 
     file: Path | None = path
     if path.is_dir() and path.suffix != ".ckpt":
         file = last_checkpoint(path / "steps")
+        if file is None and (damaged := len(checkpoints(path / "steps"))):
+            raise ValueError(
+                f"{path} holds no whole checkpoint: all {damaged} of {path / 'steps'} are truncated or damaged. Train "
+                "again from the same recipe with resume=auto, which passes over them"
+            )
         if file is None:
             raise ValueError(
                 f"{path} holds no whole checkpoint (steps/step=N.ckpt): is it the folder of a pod.fit run?"

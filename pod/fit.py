@@ -189,7 +189,7 @@ def last_checkpoint(folder: Path) -> Path | None:
     for step in sorted(by_step, reverse=True):
         if is_whole(by_step[step]):
             return by_step[step]
-        print(f"warning: {by_step[step]} is truncated or damaged; taking the one before", file=sys.stderr)
+        print(f"warning: {by_step[step]} is truncated or damaged; looking for an older one", file=sys.stderr)
     return None
 
 

@@ -151,6 +151,19 @@ def test_a_run_that_exists_is_not_trained_over(trained, prepared, tmp_path):
         fit(load_recipe([f"recipe={path}", f"output={trained}"]))
 
 
+def test_a_run_whose_checkpoints_are_all_damaged_says_what_to_do(tmp_path, capsys):
+    steps = tmp_path / "steps"
+    steps.mkdir()
+    for step in (2, 4):
+        (steps / f"step={step}.ckpt").write_bytes(b"PK")
+    with pytest.raises(ValueError, match="all 2 of .*steps are truncated or damaged. Train again .* resume=auto"):
+        load_checkpoint(tmp_path)
+    assert "step=4.ckpt" in capsys.readouterr().err
+    shutil.rmtree(steps)
+    with pytest.raises(ValueError, match="is it the folder of a pod.fit run"):
+        load_checkpoint(tmp_path)
+
+
 def test_truncated_checkpoint_is_named_and_the_one_before_taken(trained, tmp_path, capsys):
     for step in (8, 10):
         (tmp_path / f"step={step}.ckpt").write_bytes((trained / "steps" / f"step={step}.ckpt").read_bytes())
