@@ -41,6 +41,8 @@ class PodConfigMixin:
         return self.blocks.kv_saving * (2 if self.share == "kv" else 1)
 
     def __post_init__(self, **kwargs) -> None:
+        if self.head_dim is None:  # some families compute it in their attention only
+            self.head_dim = self.hidden_size // self.num_attention_heads
         super().__post_init__(**kwargs)
         check_sizes(self.sink_size, self.recent_size, self.share)
         if self.tau is not None and not 0 <= self.tau <= 1:
@@ -119,7 +121,7 @@ class PodPhi3Config(PodConfigMixin, Phi3Config):
 
     model_type = "pod_phi3"
 
-    head_dim: int | None = None  # the family computes it in its attention, the cache reads it here
+    head_dim: int | None = None  # no field of the family's
     anchors: list[list[int]] | None = None
     sink_size: int = 16
     recent_size: int = 4080
@@ -127,8 +129,6 @@ class PodPhi3Config(PodConfigMixin, Phi3Config):
     tau: float | int | None = None
 
     def __post_init__(self, **kwargs) -> None:
-        if self.head_dim is None:
-            self.head_dim = self.hidden_size // self.num_attention_heads
         super().__post_init__(**kwargs)
         if self.rope_parameters["rope_type"] != "default" or self.rope_parameters["partial_rotary_factor"] != 1:
             raise ValueError(
@@ -144,17 +144,12 @@ class PodQwen2Config(PodConfigMixin, Qwen2Config):
 
     model_type = "pod_qwen2"
 
-    head_dim: int | None = None  # the family computes it in its attention, the cache reads it here
+    head_dim: int | None = None  # no field of the family's
     anchors: list[list[int]] | None = None
     sink_size: int = 16
     recent_size: int = 4080
     share: str = "scores"
     tau: float | int | None = None
-
-    def __post_init__(self, **kwargs) -> None:
-        if self.head_dim is None:
-            self.head_dim = self.hidden_size // self.num_attention_heads
-        super().__post_init__(**kwargs)
 
 
 @strict
