@@ -13,6 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
 
+from pod.files import replacing
+
 FORMAT, VERSION = "pod-cache", 1
 
 # What keys and values depend on beside the weights, which the caller answers for.
@@ -43,10 +45,8 @@ def write_cache(
 ) -> None:
     """Write a cache's state; folders are made as needed.
 
-    The file is written aside and renamed, so that a reader never meets half of it.
-
     Args:
-        path: of the file.
+        path: of the file, which is there whole or not at all.
         tensors: by name.
         facts: what else there is to know, as JSON.
         config: of the model.
@@ -54,20 +54,10 @@ def write_cache(
     Raises:
         OSError: it cannot be written; nothing is left behind.
     """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     content = json.dumps({"version": VERSION, "config": described(config), "facts": facts})
-    try:
-        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    with replacing(path) as aside:
         save_file(contiguous, aside, metadata={"format": FORMAT, "content": content})
-        with open(aside, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    except SafetensorError as error:  # what a full disk raises
-        raise OSError(f"{path}: cannot be written: {error}") from error
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def read_cache(

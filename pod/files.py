@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,7 +58,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
     Yields:
         A path beside it, hidden and of this process alone, to write to. When the block ends that file takes the name
-        `path`; when it fails, `path` is what it was.
+        `path`; when it fails, `path` is what it was. What a killed process had begun there is removed.
 
     Raises:
         OSError: it cannot be written; names `path` where the system names nothing.
@@ -65,13 +66,27 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     path = Path(path)
     with naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        _clear(path)
+        aside = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
         try:
             yield aside
             force(aside)
             os.replace(aside, path)
         finally:
             aside.unlink(missing_ok=True)
+
+
+def _clear(path: Path) -> None:
+    """Remove what processes of this machine that are no more left of a file; of other machines nothing is known."""
+    begun = re.compile(rf"\.{re.escape(path.name)}\.{re.escape(socket.gethostname())}\.(\d+)\.tmp")
+    for name in os.listdir(path.parent):
+        if match := begun.fullmatch(name):
+            try:
+                os.kill(int(match[1]), 0)  # no signal, only whether it is there
+            except (ProcessLookupError, OverflowError):
+                path.with_name(name).unlink(missing_ok=True)
+            except PermissionError:
+                pass  # somebody else's process, alive
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:

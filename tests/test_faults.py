@@ -436,6 +436,30 @@ def test_an_export_is_checked_by_sha256sum_too(world):
 # pod/files.py
 
 
+def test_replacing_removes_what_a_killed_process_had_begun_and_nothing_else(tmp_path):
+    half = """if True:
+        import os, signal, sys
+        from pod.files import replacing
+        with replacing(sys.argv[1]) as aside:
+            aside.write_text("half")
+            os.kill(os.getpid(), signal.SIGKILL)
+    """
+    subprocess.run([sys.executable, "-c", half, str(tmp_path / "a.png")], cwd=ROOT)
+    begun = [path.name for path in tmp_path.iterdir()]
+    assert len(begun) == 1 and begun[0].startswith(".a.png.")
+    machine, dead = begun[0].removeprefix(".a.png.").removesuffix(".tmp").rsplit(".", 1)
+    others = (
+        f".a.png.{machine}.{os.getppid()}.tmp",  # alive
+        f".a.png.elsewhere.{dead}.tmp",  # of another machine that shares the disk
+        f".aXpng.{machine}.{dead}.tmp",  # another file's
+    )
+    for name in others:
+        (tmp_path / name).write_text("somebody's")
+    with replacing(tmp_path / "a.png") as aside:
+        aside.write_text("whole")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted((*others, "a.png"))
+
+
 def test_replacing_leaves_the_old_file_when_it_fails(tmp_path):
     (tmp_path / "a").write_text("old")
     with pytest.raises(RuntimeError, match="no OSError"):
