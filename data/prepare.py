@@ -31,7 +31,7 @@ draws from each, in the seed's order, as many tokens as the poorest has (to 2 %)
 Every file, and then every shard of the output, is read or written by one process at a time, in a hidden folder beside
 the output. A run that was killed goes on from there when the same command is given again, and the folder goes when the
 output is whole. It takes as much disk as the output, and more when only a part of the documents is drawn. The format of
-the output is in `pod/data.py`.
+the output is in `pod/prepared.py`.
 """
 
 import argparse
@@ -162,8 +162,8 @@ def prepare(
         ValueError: nothing readable in the input, or too little of it, a bad argument, an unknown tokenizer, a bad MDS
             shard, intervals that cannot give equal shares, another run at work on `out`.
     """
-    from pod.data import SampleWriter, samples_of_a_shard
     from pod.files import write_text
+    from pod.sample_writer import SampleWriter, samples_of_a_shard
 
     if not 0 <= held_out < 1:
         raise ValueError(f"--held-out {held_out}: a share of the documents, at least 0 and below 1")

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pod.blocks import LayerBlocks
 from pod.files import check_writable, replacing
+from pod.prepared import PreparedData, PreparedDataset
 from pod.recipe import Recipe, main_recipe, output_folder
 from pod.similarity import attention_similarity, plot_similarity
 
@@ -34,8 +35,7 @@ def analyze(recipe: Recipe) -> LayerBlocks:
     Raises:
         ValueError: no such model or data, or more saving wanted than the model can give.
     """
-    from pod.data import PreparedDataset  # brings lightning
-    from pod.module import load_stock
+    from pod.module import load_stock  # brings lightning
 
     if recipe.model.base is None:
         raise ValueError(
@@ -118,8 +118,6 @@ def _digest(similarity: Tensor) -> str:
 def main(arguments: list[str]) -> int:
     recipe = main_recipe(arguments, "pod.analyze")
     try:
-        from pod.data import PreparedData
-
         PreparedData(recipe.data.path).verify("train")
         analyze(recipe)
     except (ValueError, OSError) as error:

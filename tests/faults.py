@@ -52,12 +52,12 @@ import prepare
 import torch
 from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaConfig
 
-import pod.data
 import pod.export
 import pod.fit
-from pod.data import PreparedData
+import pod.sample_writer
 from pod.evaluation.runner import Predictions
 from pod.module import PodModule
+from pod.prepared import PreparedData
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS, ACCUMULATE, MICRO, LENGTH = 12, 2, 2, 128
@@ -477,7 +477,7 @@ def main(arguments: list[str]) -> int:
     if options.keep is not None:
         options.keep.mkdir(parents=True)
     root = (options.keep or Path(tempfile.mkdtemp(prefix="faults-"))).resolve()
-    pod.data.SHARD_BYTES = 2 * LENGTH * 500  # several shards of little text
+    pod.sample_writer.SHARD_BYTES = 2 * LENGTH * 500  # several shards of little text
     began = time.monotonic()
     try:
         (root / "reference").mkdir()

@@ -17,7 +17,9 @@ import pytest
 import torch
 from transformers import ByT5Tokenizer
 
-from pod.data import PodDataModule, PreparedData, PreparedDataset, SampleWriter, collate
+from pod.data import PodDataModule
+from pod.prepared import PreparedData, PreparedDataset, collate
+from pod.sample_writer import SampleWriter
 
 SCRIPT = Path(__file__).parents[1] / "data" / "prepare.py"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pod.data import PreparedData, PreparedDataset
+from pod.prepared import PreparedData, PreparedDataset
 
 SCRIPT = Path(__file__).parents[1] / "data" / "demo_corpus.py"
 spec = importlib.util.spec_from_file_location("demo_corpus", SCRIPT)

@@ -18,10 +18,11 @@ from transformers import AutoModelForCausalLM, pipeline
 
 import pod
 from pod.blocks import LayerBlocks
-from pod.data import PodDataModule, PreparedDataset
+from pod.data import PodDataModule
 from pod.export import export, load_checkpoint, rebuild
 from pod.fit import fit, is_whole, last_checkpoint
 from pod.module import PodModule
+from pod.prepared import PreparedDataset
 from pod.recipe import load_recipe
 
 ROOT = Path(__file__).parent.parent

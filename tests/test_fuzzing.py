@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 import pod
 from pod import eviction
-from pod.data import PreparedData, PreparedDataset, SampleWriter
+from pod.prepared import PreparedData, PreparedDataset
 from pod.recipe import RecipeError, load_recipe, save
+from pod.sample_writer import SampleWriter
 
 ROOT = Path(__file__).parent.parent
 QUICK = settings(max_examples=120, deadline=None)

@@ -15,7 +15,8 @@ import sampling
 import sources
 from test_mds import random_samples, write_mds
 
-from pod.data import PodDataModule, PreparedData, PreparedDataset
+from pod.data import PodDataModule
+from pod.prepared import PreparedData, PreparedDataset
 
 SCRIPT = Path(prepare.__file__)
 OPTIONS = {"tokenizer": "bytes", "sequence_length": 64, "held_out": 0.2}
@@ -81,7 +82,7 @@ def documents_of(samples):
 
 @pytest.mark.parametrize("num_proc,shard_bytes", [(1, 2**30), (2, 64 * 2 * 3)])
 def test_prolong(tmp_path, monkeypatch, num_proc, shard_bytes):
-    monkeypatch.setattr("pod.data.SHARD_BYTES", shard_bytes)
+    monkeypatch.setattr("pod.sample_writer.SHARD_BYTES", shard_bytes)
     monkeypatch.setattr(sampling, "BLOCK", 2 * 64)
     samples = random_samples(11)
     write_mds(tmp_path / "in" / "book", samples[:7])
@@ -232,7 +233,7 @@ def test_a_failed_run_reads_nothing_twice(tmp_path, monkeypatch):
 
 
 def test_a_failed_writing_goes_on_at_the_shard(tmp_path, monkeypatch):
-    monkeypatch.setattr("pod.data.SHARD_BYTES", 64 * 2 * 20)
+    monkeypatch.setattr("pod.sample_writer.SHARD_BYTES", 64 * 2 * 20)
     folder = write_dolma(tmp_path / "in", 2, 30, 900)
     prepare.prepare([str(folder)], tmp_path / "whole", **OPTIONS)
     numbers, whole = [], sampling.Plan.read

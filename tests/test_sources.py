@@ -14,7 +14,7 @@ import summary
 from pyarrow import parquet
 from test_mds import random_samples, write_mds
 
-from pod.data import PreparedData, PreparedDataset
+from pod.prepared import PreparedData, PreparedDataset
 
 OPTIONS = {"tokenizer": "bytes", "sequence_length": 64, "held_out": 0}
 

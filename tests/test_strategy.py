@@ -28,12 +28,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import pod
-from pod.data import PreparedDataset, SampleWriter, collate
 from pod.export import consolidated, rebuild
 from pod.fit import last_checkpoint, resume_from, world_size_of
 from pod.module import PodModule
 from pod.plan import Memory, Shape, Sharing
+from pod.prepared import PreparedDataset, collate
 from pod.recipe import load_recipe
+from pod.sample_writer import SampleWriter
 from pod.sequence_parallel import SequenceGroup
 
 ROOT = Path(__file__).parent.parent

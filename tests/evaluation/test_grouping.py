@@ -10,7 +10,8 @@ from safetensors.torch import save_file
 from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
 import pod
-from pod.data import PreparedDataset, SampleWriter
+from pod.prepared import PreparedDataset
+from pod.sample_writer import SampleWriter
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "eval"))
 import grouping  # noqa: E402
