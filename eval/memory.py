@@ -24,8 +24,10 @@ from pod import eviction as methods
 from pod.evaluation import report
 from pod.evaluation.memory import Inference, even_blocks, measured_batch
 from pod.files import check_writable, read_json
-from pod.plan import GPUS, KNOWN_CONFIGS, RESERVED, Shape
+from pod.plan import GPUS
 from pod.recipe import RecipeError
+from pod.shape import KNOWN_CONFIGS, Shape
+from pod.training_memory import RESERVED
 
 SHORT_NAMES = {
     name.split("/")[-1].lower().removeprefix("meta-").replace("llama-", "llama"): name for name in KNOWN_CONFIGS

@@ -26,9 +26,6 @@ from pod.model import pod_config
 from pod.plan import GPUS
 from pod.sequence_parallel import SequenceGroup, SequenceShard, check_heads
 
-# Peak bf16 FLOP/s of one device; utilisation is logged where the name matches.
-PEAK_FLOPS = {name: gpu.flops for name, gpu in GPUS.items()}
-
 
 class PodModule(lightning.LightningModule):
     """Next-token training of a causal LM whose layers share distant scores.
@@ -310,10 +307,11 @@ class PodModule(lightning.LightningModule):
         return float(student + 2 * teacher)
 
     def _peak_flops(self) -> float | None:
+        """bf16 FLOP/s of the device; None: its name is not known, and no utilisation is logged."""
         if self.device.type != "cuda":
             return None
         name = torch.cuda.get_device_name(self.device)
-        return next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)
+        return next((gpu.flops for key, gpu in GPUS.items() if key in name), None)
 
     def _measure_gates(self, wanted: bool) -> None:
         for layer in self.model.model.layers:

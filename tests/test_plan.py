@@ -26,8 +26,10 @@ from pod.model import (
     PodQwen3ForCausalLM,
 )
 from pod.module import PodModule
-from pod.plan import KNOWN_CONFIGS, Memory, Shape, Sharing, make_plan
+from pod.plan import make_plan
 from pod.recipe import RecipeError, load_recipe, recipes
+from pod.shape import KNOWN_CONFIGS, Shape
+from pod.training_memory import Memory, Sharing
 
 ROOT = Path(__file__).parent.parent
 CONFIG = {

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import pod
 from pod import eviction
 from pod.evaluation import memory
-from pod.plan import KNOWN_CONFIGS, Shape
+from pod.shape import KNOWN_CONFIGS, Shape
 
 SCRIPT = Path(__file__).parents[2] / "eval" / "memory.py"
 CONFIG = {

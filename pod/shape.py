@@ -1,0 +1,132 @@
+"""The sizes of a model, read from the fields of its config: parameters and FLOPs by arithmetic, nothing loaded."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pod.recipe import RecipeError
+
+# Configs of hub models, from their published config.json, for machines that cannot reach the hub.
+_LLAMA3_8B = {
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False,
+}  # fmt: skip
+_QWEN3_8B = {
+    "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+_LLAMA3_70B = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+KNOWN_CONFIGS: dict[str, dict[str, Any]] = {
+    "meta-llama/Meta-Llama-3-8B": _LLAMA3_8B,
+    "meta-llama/Llama-3.1-8B": _LLAMA3_8B,
+    "meta-llama/Meta-Llama-3-70B": {**_LLAMA3_8B, **_LLAMA3_70B},
+    "meta-llama/Llama-3.1-70B": {**_LLAMA3_8B, **_LLAMA3_70B},
+    "Qwen/Qwen3-8B": _QWEN3_8B,
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a Llama, Mistral, Phi-3, Qwen2 or Qwen3.
+
+    Attributes:
+        tied: the head is the embedding.
+        qk_norm: queries and keys have a norm of their own.
+        window: the most tokens that a token attends to; None: all before it.
+        qkv_bias: the projections to queries, keys and values have a bias.
+    """
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool = False
+    qk_norm: bool = False
+    window: int | None = None
+    qkv_bias: bool = False
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "Shape":
+        """From the fields of a Hugging Face config; absent ones have their family's defaults.
+
+        Raises:
+            RecipeError: a family that PoD does not have.
+        """
+        family = config.get("model_type", "").removeprefix("pod_")
+        if family not in ("llama", "mistral", "phi3", "qwen2", "qwen3"):
+            raise RecipeError(f"model_type {family!r}: the plan knows llama, mistral, phi3, qwen2 and qwen3")
+        defaults = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "vocab_size": 32000}
+        if family == "mistral":
+            defaults.update(intermediate_size=14336, num_key_value_heads=8)
+        if family == "phi3":
+            defaults.update(hidden_size=3072, intermediate_size=8192, vocab_size=32064)
+        if family == "qwen2":
+            defaults.update(intermediate_size=22016, vocab_size=151936, num_key_value_heads=32)
+        if family == "qwen3":
+            defaults.update(intermediate_size=22016, vocab_size=151936, num_key_value_heads=32, head_dim=128)
+        fields = {**defaults, "num_attention_heads": 32, **{k: v for k, v in config.items() if v is not None}}
+        heads = fields["num_attention_heads"]
+        return cls(
+            layers=fields["num_hidden_layers"],
+            hidden=fields["hidden_size"],
+            intermediate=fields["intermediate_size"],
+            heads=heads,
+            kv_heads=fields.get("num_key_value_heads", heads),
+            head_dim=fields.get("head_dim", fields["hidden_size"] // heads),
+            vocab=fields["vocab_size"],
+            tied=fields.get("tie_word_embeddings", False),
+            qk_norm=family == "qwen3",
+            qkv_bias=family == "qwen2",
+        )
+
+    @property
+    def layer_matrices(self) -> int:
+        """Parameters of one layer's matrices."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return attention + 3 * self.hidden * self.intermediate
+
+    @property
+    def kv_parameters(self) -> int:
+        """Parameters of one layer's projections to keys and values, and of the norm of keys."""
+        each = self.kv_heads * self.head_dim * (self.hidden + (1 if self.qkv_bias else 0))
+        return 2 * each + (self.head_dim if self.qk_norm else 0)
+
+    @property
+    def parameters(self) -> int:
+        """All parameters, a tied head counted once."""
+        norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
+        biases = self.head_dim * (self.heads + 2 * self.kv_heads) if self.qkv_bias else 0
+        ends = self.vocab * self.hidden * (1 if self.tied else 2) + self.hidden
+        return self.layers * (self.layer_matrices + norms + biases) + ends
+
+    def adapters(self, rank: int, targets: Sequence[str]) -> int:
+        """Parameters of LoRA's adapters of this rank beside these projections of every layer."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        sides = {
+            "q": self.hidden + queries,
+            "k": self.hidden + keys,
+            "v": self.hidden + keys,
+            "o": queries + self.hidden,
+        }
+        sides |= dict.fromkeys(("gate", "up", "down"), self.hidden + self.intermediate)
+        return self.layers * rank * sum(sides[target] for target in targets)
+
+    def flops_per_token(self, length: int, idle: int = 0) -> tuple[float, float]:
+        """(of the matrices, of attention), forward and backward of one token in a sample of `length` tokens.
+
+        `idle` layers make no keys and values of their own.
+
+        A matrix takes 2 FLOPs per parameter forward and 4 backward. A token attends to half of the sample on average,
+        at most to the window: 2 products of 2 * D FLOPs for each query head and pair, and twice that backward. Sharing
+        scores in training changes which queries and keys are multiplied, not how many. What is computed again is not
+        counted.
+        """
+        unused = idle * 2 * self.hidden * self.head_dim * self.kv_heads
+        matrices = 6.0 * (self.layers * self.layer_matrices - unused + self.vocab * self.hidden)
+        near = length if self.window is None else min(length, self.window)
+        seen = near * (near + 1) / 2 + (length - near) * near
+        return matrices, 3 * 4.0 * self.layers * self.heads * self.head_dim * seen / length
