@@ -32,7 +32,8 @@ from pod.evaluation.passkey import DIGITS, generate_greedily, passkey_accuracy, 
 from pod.evaluation.perplexity import decoder_states, perplexity
 from pod.export import export
 from pod.fit import fit
-from pod.recipe import Recipe, RecipeError, load_recipe, output_folder, steps
+from pod.recipe import Recipe, RecipeError, output_folder, steps
+from pod.recipe_loading import load_recipe
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1] / "data")]
 from demo_corpus import standard_library, write_corpus  # noqa: E402

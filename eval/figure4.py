@@ -33,7 +33,8 @@ from pod.evaluation.perplexity import perplexity
 from pod.export import export
 from pod.files import read_json
 from pod.fit import fit
-from pod.recipe import Recipe, RecipeError, load_recipe, output_folder
+from pod.recipe import Recipe, RecipeError, output_folder
+from pod.recipe_loading import load_recipe
 from pod_kernels import SkipStats
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1] / "data")]

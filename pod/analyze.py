@@ -19,7 +19,8 @@ from torch import Tensor
 from pod.blocks import LayerBlocks
 from pod.files import check_writable, replacing
 from pod.prepared import PreparedData, PreparedDataset
-from pod.recipe import Recipe, main_recipe, output_folder
+from pod.recipe import Recipe, output_folder
+from pod.recipe_loading import main_recipe
 from pod.similarity import attention_similarity, plot_similarity
 
 

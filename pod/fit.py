@@ -39,7 +39,8 @@ from pod.data import PodDataModule
 from pod.files import check_writable, naming, replacing
 from pod.module import PodModule, first_config
 from pod.plan import show_plan
-from pod.recipe import Recipe, accumulate, main_recipe, output_folder, save, steps, warmup_steps
+from pod.recipe import Recipe, accumulate, output_folder, steps, warmup_steps
+from pod.recipe_loading import main_recipe, save
 from pod.strategy import COMPLETE, UlyssesDeepSpeedStrategy, world_size_of
 
 

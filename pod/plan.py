@@ -14,7 +14,8 @@ from typing import Any
 
 from pod.blocks import LayerBlocks
 from pod.files import read_json
-from pod.recipe import Recipe, RecipeError, accumulate, load_recipe, output_folder, recipes, steps
+from pod.recipe import Recipe, RecipeError, accumulate, output_folder, steps
+from pod.recipe_loading import load_recipe, recipes
 from pod.shape import KNOWN_CONFIGS, Shape
 from pod.training_memory import RESERVED, Memory, Sharing
 

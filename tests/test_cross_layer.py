@@ -8,7 +8,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 import pod
 from pod.export import rebuild
 from pod.module import PodModule
-from pod.recipe import RecipeError, load_recipe
+from pod.recipe import RecipeError
+from pod.recipe_loading import load_recipe
 
 LAYERS, HEADS, KV_HEADS, DIM, VOCAB = 4, 4, 2, 8, 61
 FIELDS = {

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import pod
 import pod_kernels
-from pod.recipe import recipes
+from pod.recipe_loading import recipes
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

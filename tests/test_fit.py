@@ -23,7 +23,7 @@ from pod.export import export, load_checkpoint, rebuild
 from pod.fit import fit, is_whole, last_checkpoint
 from pod.module import PodModule
 from pod.prepared import PreparedDataset
-from pod.recipe import load_recipe
+from pod.recipe_loading import load_recipe
 
 ROOT = Path(__file__).parent.parent
 CONFIG = {

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 import pod
 from pod import eviction
 from pod.prepared import PreparedData, PreparedDataset
-from pod.recipe import RecipeError, load_recipe, save
+from pod.recipe import RecipeError
+from pod.recipe_loading import load_recipe, save
 from pod.sample_writer import SampleWriter
 
 ROOT = Path(__file__).parent.parent

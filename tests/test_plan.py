@@ -27,7 +27,8 @@ from pod.model import (
 )
 from pod.module import PodModule
 from pod.plan import make_plan
-from pod.recipe import RecipeError, load_recipe, recipes
+from pod.recipe import RecipeError
+from pod.recipe_loading import load_recipe, recipes
 from pod.shape import KNOWN_CONFIGS, Shape
 from pod.training_memory import Memory, Sharing
 

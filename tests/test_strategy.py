@@ -32,7 +32,7 @@ from pod.export import consolidated, rebuild
 from pod.fit import last_checkpoint, resume_from, world_size_of
 from pod.module import PodModule
 from pod.prepared import PreparedDataset, collate
-from pod.recipe import load_recipe
+from pod.recipe_loading import load_recipe
 from pod.sample_writer import SampleWriter
 from pod.sequence_parallel import SequenceGroup
 from pod.shape import Shape

@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import pod
 from pod.export import rebuild
 from pod.module import PodModule
-from pod.recipe import RecipeError, load_recipe
+from pod.recipe import RecipeError
+from pod.recipe_loading import load_recipe
 from pod_kernels import shared_score_attention
 
 LAYERS, KV_HEADS, VOCAB = 3, 2, 61
