@@ -83,7 +83,7 @@ def load_checkpoint(path: Path) -> tuple[dict, Path]:
     Raises:
         ValueError: there is none, or it is damaged.
     """
-    from pod.fit import checkpoints, is_whole, last_checkpoint  # brings lightning
+    from pod.checkpoints import checkpoints, is_whole, last_checkpoint  # brings lightning
 
     file: Path | None = path
     if path.is_dir() and path.suffix != ".ckpt":

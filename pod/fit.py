@@ -17,69 +17,28 @@ import contextlib
 import csv
 import signal
 import sys
-import threading
-import zipfile
 from pathlib import Path
-from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.loggers.logger import rank_zero_experiment
-from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from pod.analyze import analyze
 from pod.blocks import LayerBlocks
+from pod.checkpoints import Checkpoints, SaveAtEnd, WholeFiles, resume_from
 from pod.data import PodDataModule
 from pod.files import check_writable, naming, replacing
 from pod.module import PodModule, first_config
 from pod.plan import show_plan
 from pod.recipe import Recipe, accumulate, output_folder, steps, warmup_steps
 from pod.recipe_loading import main_recipe, save
-from pod.strategy import COMPLETE, UlyssesDeepSpeedStrategy, world_size_of
-
-
-class Checkpoints(ModelCheckpoint):
-    """Lightning's, at the end of a step only: a resumed run would write the step it began at again, in its midst.
-
-    A process that is killed between writing the newest and removing the oldest forgets the latter: who goes on from
-    there removes it.
-    """
-
-    def on_train_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
-        super().on_train_start(trainer, module)
-        self._remove_forgotten(trainer)
-
-    def on_train_batch_end(self, trainer: lightning.Trainer, module: lightning.LightningModule, *batch) -> None:
-        if not trainer.fit_loop._should_accumulate():
-            super().on_train_batch_end(trainer, module, *batch)
-
-    def on_fit_end(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
-        self._remove_forgotten(trainer)  # no step was left to train
-
-    def _remove_forgotten(self, trainer: lightning.Trainer) -> None:
-        known = {Path(path).name for path in self.best_k_models}
-        steps = {step: path for step, path in checkpoints(Path(self.dirpath)).items() if path.name in known}
-        for step, path in checkpoints(Path(self.dirpath)).items() if len(steps) == self.save_top_k else ():
-            if step < min(steps) and trainer.is_global_zero:
-                self._remove_checkpoint(trainer, str(path))
-
-
-class WholeFiles(TorchCheckpointIO):
-    """Checkpoints of one file, written beside their place and renamed.
-
-    Lightning's own goes by way of memory and of the system's folder for temporary files, which may be small, and from
-    there is copied into its place, where a kill leaves half of it.
-    """
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        with replacing(path) as aside, open(aside, "wb") as file:
-            torch.save(checkpoint, file)
+from pod.strategy import UlyssesDeepSpeedStrategy
 
 
 class MetricsWriter(ExperimentWriter):
@@ -110,129 +69,6 @@ class MetricsLog(CSVLogger):
         if self._experiment is None:
             self._experiment = MetricsWriter(self.log_dir)
         return self._experiment
-
-
-class SaveAtEnd(Callback):
-    """Writes the last checkpoint: where training ends, or when the process is told to end (a preempted job).
-
-    Lightning's own handler of SIGTERM ends between two micro-batches, which would lose the gradients accumulated so
-    far. It is in place when training starts, and is replaced then. All processes write a checkpoint together, so they
-    agree first: one that was told to end ends all.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.received = False
-
-    def on_train_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._note)
-
-    def _note(self, number: int, frame: object) -> None:
-        self.received = True
-
-    def on_train_batch_end(self, trainer: lightning.Trainer, module: lightning.LightningModule, *batch) -> None:
-        if trainer.fit_loop._should_accumulate():
-            return
-        if trainer.strategy.reduce_boolean_decision(self.received, all=False):
-            path = self.folder / f"step={trainer.global_step}.ckpt"
-            trainer.save_checkpoint(path)
-            if trainer.is_global_zero:
-                print(f"SIGTERM: wrote {path}; continue with resume=auto", flush=True)
-            raise SIGTERMException
-
-    def on_train_end(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
-        path = self.folder / f"step={trainer.global_step}.ckpt"
-        if not trainer.strategy.broadcast(trainer.is_global_zero and path.exists() and is_whole(path)):
-            trainer.save_checkpoint(path)
-
-    def teardown(self, trainer: lightning.Trainer, module: lightning.LightningModule, stage: str) -> None:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def is_whole(checkpoint: Path) -> bool:
-    """Whether a checkpoint is complete.
-
-    A file can be read from beginning to end (torch's files are zip archives with checksums); of a directory, which may
-    be very large, all processes have written their shards and each shard has its end.
-    """
-    if checkpoint.is_dir():
-        if not (checkpoint / COMPLETE).is_file():
-            return False
-        shards = list(checkpoint.glob("checkpoint/*.pt"))
-        states = [path for path in shards if path.name.endswith("_optim_states.pt")]
-        try:
-            return len(states) == world_size_of(checkpoint) and all(map(zipfile.is_zipfile, shards))
-        except (KeyError, TypeError, ValueError):  # the note of how many there are is damaged
-            return False
-    try:
-        with zipfile.ZipFile(checkpoint) as archive:
-            # torch reads nothing of an entry whose attributes say that it is a folder.
-            if archive.testzip() is not None or any(entry.external_attr & 0x10 for entry in archive.infolist()):
-                return False
-        # The archive's own tables have no checksums, and torch goes by other parts of them than zipfile.
-        torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
-        return True
-    except Exception:  # there is no end to what zipfile and torch raise for damaged tables
-        return False
-
-
-def checkpoints(folder: Path) -> dict[int, Path]:
-    """The checkpoints of a run, step -> path, whole or not."""
-    steps = {path: path.stem.removeprefix("step=") for path in folder.glob("step=*.ckpt")}
-    return {int(step): path for path, step in steps.items() if step.isdecimal()}
-
-
-def last_checkpoint(folder: Path) -> Path | None:
-    """The newest whole checkpoint of a run; a broken one is named and passed over."""
-    by_step = checkpoints(folder)
-    for step in sorted(by_step, reverse=True):
-        if is_whole(by_step[step]):
-            return by_step[step]
-        print(f"warning: {by_step[step]} is truncated or damaged; looking for an older one", file=sys.stderr)
-    return None
-
-
-def resume_from(recipe: Recipe, folder: Path) -> Path | None:
-    """The checkpoint that the recipe's `resume` means, None to begin anew.
-
-    Raises:
-        ValueError: the run's folder holds checkpoints and the recipe does not say whether to continue; or the named
-            checkpoint is missing or damaged, or was written by another strategy.
-    """
-    if recipe.resume == "auto":
-        return check_layout(last_checkpoint(folder), recipe)
-    if recipe.resume == "never":
-        if checkpoints(folder):
-            raise ValueError(
-                f"{folder} holds checkpoints of an earlier run. Continue it with resume=auto, or choose another "
-                "output=FOLDER"
-            )
-        return None
-    path = Path(recipe.resume)
-    if not path.exists():
-        raise ValueError(f"resume={recipe.resume}: there is no such checkpoint")
-    if not is_whole(path):
-        raise ValueError(f"resume={recipe.resume}: the checkpoint is truncated or damaged; try resume=auto")
-    return check_layout(path, recipe)
-
-
-def check_layout(checkpoint: Path | None, recipe: Recipe) -> Path | None:
-    """The checkpoint, if this run's strategy can read it.
-
-    Raises:
-        ValueError: it is sharded and the run is not, or the other way round.
-    """
-    if checkpoint is None:
-        return None
-    sharded = recipe.trainer.strategy == "deepspeed"
-    if sharded != checkpoint.is_dir():
-        kind, wanted = ("a file", "auto or ddp") if sharded else ("sharded by DeepSpeed", "deepspeed")
-        raise ValueError(
-            f"{checkpoint} is {kind}: continue with trainer.strategy={wanted}, or export it and start anew"
-        )
-    return checkpoint
 
 
 def choose_blocks(recipe: Recipe, out: Path) -> LayerBlocks | None:

@@ -52,6 +52,7 @@ import prepare
 import torch
 from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaConfig
 
+import pod.checkpoints
 import pod.export
 import pod.fit
 import pod.sample_writer
@@ -319,7 +320,7 @@ class Fit(Stage):
 
     def after_kill(self, folder: Path) -> None:
         for path in (folder / "run").glob("*/step=*.ckpt"):
-            check(pod.fit.is_whole(path), f"{path} is half a checkpoint under a whole one's name")
+            check(pod.checkpoints.is_whole(path), f"{path} is half a checkpoint under a whole one's name")
         for name in ("blocks.json", "recipe.yaml"):
             path = folder / "run" / name
             check(not path.exists() or path.read_bytes().endswith(b"\n"), f"{path} is cut short")

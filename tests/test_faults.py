@@ -23,8 +23,8 @@ from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaConfig, Llama
 
 import pod
 from pod import analyze, export, fit, generate
+from pod.checkpoints import is_whole, last_checkpoint
 from pod.files import check_writable, naming, publish, read_json, replacing
-from pod.fit import is_whole, last_checkpoint
 from pod.prepared import PreparedData
 from pod.sample_writer import SampleWriter
 

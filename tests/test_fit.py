@@ -18,9 +18,10 @@ from transformers import AutoModelForCausalLM, pipeline
 
 import pod
 from pod.blocks import LayerBlocks
+from pod.checkpoints import is_whole, last_checkpoint
 from pod.data import PodDataModule
 from pod.export import export, load_checkpoint, rebuild
-from pod.fit import fit, is_whole, last_checkpoint
+from pod.fit import fit
 from pod.module import PodModule
 from pod.prepared import PreparedDataset
 from pod.recipe_loading import load_recipe

@@ -28,14 +28,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import pod
+from pod.checkpoints import last_checkpoint, resume_from
 from pod.export import consolidated, rebuild
-from pod.fit import last_checkpoint, resume_from, world_size_of
 from pod.module import PodModule
 from pod.prepared import PreparedDataset, collate
 from pod.recipe_loading import load_recipe
 from pod.sample_writer import SampleWriter
 from pod.sequence_parallel import SequenceGroup
 from pod.shape import Shape
+from pod.strategy import world_size_of
 from pod.training_memory import Memory, Sharing
 
 ROOT = Path(__file__).parent.parent
