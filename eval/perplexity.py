@@ -29,6 +29,7 @@ from pod import eviction
 from pod.evaluation import models, report
 from pod.evaluation.perplexity import Perplexity, perplexity
 from pod.files import check_writable
+from pod.prepared import PreparedDataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from passkey import by_row, default_text, label_of  # noqa: E402
@@ -46,8 +47,6 @@ def stretches(ids: Tensor, length: int, limit: int, batch_size: int) -> Iterator
 
 def prepared(path: str, limit: int, batch_size: int) -> Iterator[Tensor]:
     """Batches [B, T] of the validation split of a prepared directory, evenly spread, at most `limit` samples."""
-    from pod.prepared import PreparedDataset
-
     dataset = PreparedDataset(path, "validation")
     dataset.data.verify("validation")
     chosen = torch.linspace(0, len(dataset) - 1, min(limit, len(dataset))).long().tolist()

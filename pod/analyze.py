@@ -22,6 +22,7 @@ from pod.prepared import PreparedData, PreparedDataset
 from pod.recipe import Recipe, output_folder
 from pod.recipe_loading import main_recipe
 from pod.similarity import attention_similarity, plot_similarity
+from pod.stock import load_stock
 
 
 def analyze(recipe: Recipe) -> LayerBlocks:
@@ -36,8 +37,6 @@ def analyze(recipe: Recipe) -> LayerBlocks:
     Raises:
         ValueError: no such model or data, or more saving wanted than the model can give.
     """
-    from pod.module import load_stock  # brings lightning
-
     if recipe.model.base is None:
         raise ValueError(
             "model.base is empty: a model from scratch has no attention to analyse. Set blocks.kv_saving=0"

@@ -34,10 +34,11 @@ from pod.blocks import LayerBlocks
 from pod.checkpoints import Checkpoints, SaveAtEnd, WholeFiles, resume_from
 from pod.data import PodDataModule
 from pod.files import check_writable, naming, replacing
-from pod.module import PodModule, first_config
+from pod.module import PodModule
 from pod.plan import show_plan
 from pod.recipe import Recipe, accumulate, output_folder, steps, warmup_steps
 from pod.recipe_loading import main_recipe, save
+from pod.stock import first_config
 from pod.strategy import UlyssesDeepSpeedStrategy
 
 

@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import lightning
@@ -11,9 +10,7 @@ import torch
 import torchmetrics
 from torch import Tensor, nn
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
-    PreTrainedConfig,
     PreTrainedModel,
     get_cosine_with_min_lr_schedule_with_warmup,
 )
@@ -25,6 +22,7 @@ from pod.loss import IGNORED, chunked_cross_entropy, chunked_distillation, shift
 from pod.model import pod_config
 from pod.plan import GPUS
 from pod.sequence_parallel import SequenceGroup, SequenceShard, check_heads
+from pod.stock import first_config
 
 
 class PodModule(lightning.LightningModule):
@@ -408,44 +406,3 @@ class PodModule(lightning.LightningModule):
 def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
     """The whole parameter's shape: under ZeRO-3 it is empty on each rank, and the shape stands beside it."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
-
-
-def first_config(
-    base: str | None, model_config: dict[str, Any] | None, rope_theta: float | None = None
-) -> PreTrainedConfig:
-    """The stock config of what training begins with: of the model at `base`, or else of the fields `model_config`.
-
-    Raises:
-        ValueError: there is no config at `base`.
-    """
-    if base is not None:
-        return stock_config(base, rope_theta)
-    fields = dict(model_config)
-    return AutoConfig.for_model(fields.pop("model_type"), **fields)
-
-
-def stock_config(base: str, rope_theta: float | None) -> PreTrainedConfig:
-    """The config of the model at `base`, with another RoPE base when wanted.
-
-    Raises:
-        ValueError: there is no config.
-    """
-    try:
-        with opening(base):
-            config = AutoConfig.from_pretrained(base)
-    except OSError as error:
-        kind = "directory" if Path(base).exists() else "directory or hub model"
-        raise ValueError(f"no model at {base!r}: it is no {kind} with a config.json ({error})") from error
-    if rope_theta is not None:
-        config.rope_parameters = {**config.rope_parameters, "rope_theta": float(rope_theta)}
-    return config
-
-
-def load_stock(base: str, rope_theta: float | None, dtype: torch.dtype) -> PreTrainedModel:
-    """The model at `base`, with another RoPE base when wanted.
-
-    Raises:
-        ValueError: nothing can be loaded from there.
-    """
-    with opening(base):
-        return AutoModelForCausalLM.from_pretrained(base, config=stock_config(base, rope_theta), dtype=dtype)
