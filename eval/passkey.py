@@ -23,7 +23,8 @@ import sys
 from pathlib import Path
 
 from pod import eviction
-from pod.evaluation import models, report, ruler
+from pod.evaluation import models, report
+from pod.evaluation.haystack import ADJECTIVES, NOUNS
 from pod.evaluation.passkey import PHRASES, generate_greedily, passkey_accuracy, passkey_prompts
 from pod.files import check_writable
 
@@ -173,7 +174,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.text:
             text = "".join(report.read_text(path, "--text") for path in options.text)
         else:
-            text = default_text() if options.protocol == "grid" else " ".join(ruler.ADJECTIVES + ruler.NOUNS)
+            text = default_text() if options.protocol == "grid" else " ".join(ADJECTIVES + NOUNS)
         result = evaluate(
             options.ckpt,
             text,

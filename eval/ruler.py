@@ -18,16 +18,18 @@ import sys
 from hashlib import sha256
 from pathlib import Path
 
-from pod.evaluation import models, passkey, report, ruler, runner
+from pod.evaluation import models, passkey, questions, report, ruler, runner
+from pod.evaluation.haystack import Haystack
+from pod.evaluation.ruler_tasks import TASKS
 
 
 def run(options: argparse.Namespace) -> None:
     files = {"haystack": options.haystack, "squad": options.squad, "hotpotqa": options.hotpotqa}
     given = {name for name, path in files.items() if path is not None}
     tasks = ruler.resolve_tasks(options.tasks, given, options.phrase)
-    read = {"haystack": lambda path: ruler.Haystack(report.read_text(path, "--haystack"))}
-    read |= {"squad": ruler.read_squad, "hotpotqa": ruler.read_hotpotqa}
-    sources = {need: read[need](files[need]) for need in {ruler.TASKS[task].needs for task in tasks} - {None}}
+    read = {"haystack": lambda path: Haystack(report.read_text(path, "--haystack"))}
+    read |= {"squad": questions.read_squad, "hotpotqa": questions.read_hotpotqa}
+    sources = {need: read[need](files[need]) for need in {TASKS[task].needs for task in tasks} - {None}}
     settings = {name: sha256(files[name].read_bytes()).hexdigest() for name in sorted(sources)}
     settings |= {"seed": options.seed} | ({} if options.phrase is None else {"phrase": options.phrase})
     folders = {ckpt: options.out / Path(ckpt).resolve().name for ckpt in options.ckpt}
@@ -81,7 +83,7 @@ def predict(
                 length,
                 options.samples,
                 seed=options.seed,
-                source=sources.get(ruler.TASKS[task].needs),
+                source=sources.get(TASKS[task].needs),
                 phrase=options.phrase,
             )
             for variant in variants:
@@ -165,7 +167,7 @@ def main(arguments: list[str]) -> int:
         "--tasks",
         nargs="+",
         metavar="TASK",
-        help=f"of {', '.join(ruler.TASKS)} (default: all whose files are given)",
+        help=f"of {', '.join(TASKS)} (default: all whose files are given)",
     )
     parser.add_argument(
         "--lengths",

@@ -13,10 +13,12 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from pod.evaluation import ruler
+from pod.evaluation import questions, ruler, ruler_tasks
+from pod.evaluation.haystack import Haystack
+from pod.evaluation.ruler_tasks import TASKS
 
 ROOT = Path(__file__).parent.parent.parent
-MADE_UP = [name for name, task in ruler.TASKS.items() if task.needs in (None, "haystack")]
+MADE_UP = [name for name, task in TASKS.items() if task.needs in (None, "haystack")]
 STORY = "The old clock had stopped. Nobody knew why, or when! Was it the damp? They left it as it was. "
 
 
@@ -36,7 +38,7 @@ def words():
 
 
 def source_of(task: str):
-    return ruler.Haystack(STORY * 40) if task in MADE_UP and ruler.TASKS[task].needs == "haystack" else None
+    return Haystack(STORY * 40) if task in MADE_UP and TASKS[task].needs == "haystack" else None
 
 
 def make(tokenizer, task, length, samples=1, **options):
@@ -123,7 +125,7 @@ def test_the_wording_of_one_and_of_several_needles(words):
     assert re.fullmatch(r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}", uuids[0])
 
 
-@pytest.mark.parametrize("task", [name for name, task in ruler.TASKS.items() if task.has_phrases])
+@pytest.mark.parametrize("task", [name for name, task in TASKS.items() if task.has_phrases])
 def test_a_needle_in_the_words_of_a_pass_key(tokenizer, task):
     """The demo's model knows these only: lines `#key ab=48213`, asked for by `#get ab=`."""
     value = r"[0-9a-f-]{36}" if task in ("niah_single_3", "niah_multikey_3") else r"\d{5}"
@@ -147,7 +149,7 @@ def test_the_other_phrase_is_taken_too(words):
 
 def test_the_needle_of_a_phrase_may_stand_after_any_word(words):
     """Code has few ends of sentences; RULER's own needles stand at these only."""
-    rare = ruler.Haystack(("x = y + z\n" * 25 + "Done.\n") * 16)
+    rare = Haystack(("x = y + z\n" * 25 + "Done.\n") * 16)
     places = {
         "key": lambda text: text.index("\n#key"),
         None: lambda text: text.index("One of the special magic"),
@@ -170,18 +172,18 @@ def test_needles_stand_between_sentences_at_all_depths(words):
 
 
 def test_other_needles_never_have_the_key_asked_for(words, monkeypatch):
-    monkeypatch.setattr(ruler, "ADJECTIVES", ["red", "blue"])
-    monkeypatch.setattr(ruler, "NOUNS", ["fox", "hen"])
+    monkeypatch.setattr(ruler_tasks, "ADJECTIVES", ["red", "blue"])
+    monkeypatch.setattr(ruler_tasks, "NOUNS", ["fox", "hen"])
     for request in make(words, "niah_multikey_2", 1024, 5):
         assert set(request.record["answers"]) == answers_in("niah_multikey_2", request.text)
 
 
 def test_a_haystack_without_sentences_and_a_short_one(words):
     for text in ("word " * 500, "x"):
-        for request in make(words, "niah_multivalue", 1024, 3, source=ruler.Haystack(text)):
+        for request in make(words, "niah_multivalue", 1024, 3, source=Haystack(text)):
             assert set(request.record["answers"]) == answers_in("niah_multivalue", request.text)
     with pytest.raises(ValueError, match="haystack is empty"):
-        ruler.Haystack(" \n")
+        Haystack(" \n")
 
 
 def test_the_answer_prefix_follows_the_chat_template(words):
@@ -233,7 +235,7 @@ def hotpot_file(folder: Path) -> Path:
 
 
 def test_questions_over_documents(words, tmp_path):
-    squad, hotpot = ruler.read_squad(squad_file(tmp_path)), ruler.read_hotpotqa(hotpot_file(tmp_path))
+    squad, hotpot = questions.read_squad(squad_file(tmp_path)), questions.read_hotpotqa(hotpot_file(tmp_path))
     assert len(squad.items) == 24 and len(squad.documents) == 24
     assert squad.items[0][1:] == (["Town0x0"], [0], [1, 2, 3, 4, 5])
     assert len(hotpot.items) == 5 and hotpot.items[1][2] == [3, 4, 5]
@@ -253,13 +255,13 @@ def test_questions_over_documents(words, tmp_path):
 @pytest.mark.parametrize(
     ("read", "content", "message"),
     [
-        (ruler.read_squad, "{", "broken JSON"),
-        (ruler.read_squad, '{"version": 1}', "not SQuAD 2.0: field 'data' is missing"),
-        (ruler.read_squad, '{"data": [{"paragraphs": [{"qas": []}]}]}', "field 'context' is missing"),
-        (ruler.read_squad, '{"data": []}', "no question with an answer"),
-        (ruler.read_squad, "[1]", "not SQuAD"),
-        (ruler.read_hotpotqa, '[{"question": "q", "context": []}]', "not HotpotQA: field 'answer' is missing"),
-        (ruler.read_hotpotqa, '[{"context": [["only a title"]]}]', "not HotpotQA"),
+        (questions.read_squad, "{", "broken JSON"),
+        (questions.read_squad, '{"version": 1}', "not SQuAD 2.0: field 'data' is missing"),
+        (questions.read_squad, '{"data": [{"paragraphs": [{"qas": []}]}]}', "field 'context' is missing"),
+        (questions.read_squad, '{"data": []}', "no question with an answer"),
+        (questions.read_squad, "[1]", "not SQuAD"),
+        (questions.read_hotpotqa, '[{"question": "q", "context": []}]', "not HotpotQA: field 'answer' is missing"),
+        (questions.read_hotpotqa, '[{"context": [["only a title"]]}]', "not HotpotQA"),
     ],
 )
 def test_wrong_question_files_are_named(tmp_path, read, content, message):
