@@ -36,7 +36,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import Cache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import pod
-from pod.evaluation import report, timing
+from pod.evaluation import command, report, timing
 from pod.evaluation.filled_cache import attend, fill, new_cache, received, write
 from pod.evaluation.timing import BYTES, OPERATIONS, SCALE, Measured, Works, by, interleaved, rotated, runnable
 from pod.files import check_writable
@@ -444,25 +444,21 @@ def run_suite(suite: str, lengths: list[int], setting: Setting, path: Path) -> d
     return facts
 
 
-def main(arguments: list[str] | None = None) -> int:
+@command.exit_status
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", choices=[*SUITES, "all"], required=True)
-    parser.add_argument("--lengths", type=lambda text: [int(n) for n in text.split(",")], help="tokens, by the device")
+    parser.add_argument("--lengths", type=command.numbers, help="tokens, by the device")
     parser.add_argument("--batch", type=int, help="rows (1; where a GPU decodes, half a million tokens of them)")
     parser.add_argument("--rounds", type=int, help="timed rounds (9, on a GPU 15)")
     parser.add_argument("--device", choices=list(SETTINGS), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="bfloat16 on a GPU, float32 elsewhere")
-    parser.add_argument("--out", type=Path, default=report.default_folder("speed"), help="folder to write to")
+    parser.add_argument("--out", type=Path, default=command.default_folder("speed"), help="folder to write to")
     options = parser.parse_args(arguments)
-    try:
-        check_writable(options.out)
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    check_writable(options.out)
     too_few = any(number is not None and number < 1 for number in (options.batch, options.rounds))
     if too_few or min(options.lengths or [SHORTEST]) < SHORTEST:
-        print(f"error: --batch and --rounds are at least 1, --lengths at least {SHORTEST}", file=sys.stderr)
-        return 2
+        raise ValueError(f"--batch and --rounds are at least 1, --lengths at least {SHORTEST}")
     setting = SETTINGS[options.device]
     given = {"batch": options.batch, "rounds": options.rounds, "dtype": options.dtype and getattr(torch, options.dtype)}
     setting = replace(setting, **{name: value for name, value in given.items() if value is not None})
@@ -475,7 +471,6 @@ def main(arguments: list[str] | None = None) -> int:
     report.write(options.out / "speed.md", page + "\n")
     print(page)
     print(f"written: {options.out}/speed.md and speed-SUITE.json")
-    return 0
 
 
 def heading(facts: dict) -> str:

@@ -1,7 +1,6 @@
 """RULER: every answer is found again in the text by other means, lengths are as asked for, and a seed decides all."""
 
 import argparse
-import importlib.util
 import json
 import random
 import re
@@ -10,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from scripts import script
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -17,16 +17,8 @@ from pod.evaluation import questions, ruler, ruler_tasks
 from pod.evaluation.haystack import Haystack
 from pod.evaluation.ruler_tasks import TASKS
 
-ROOT = Path(__file__).parent.parent.parent
 MADE_UP = [name for name, task in TASKS.items() if task.needs in (None, "haystack")]
 STORY = "The old clock had stopped. Nobody knew why, or when! Was it the damp? They left it as it was. "
-
-
-def load_script(name: str):
-    spec = importlib.util.spec_from_file_location(f"eval_{name}", ROOT / "eval" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -309,19 +301,19 @@ def test_scores():
 def test_the_table_has_an_average(tmp_path, capsys):
     options = argparse.Namespace(lengths=[512, 1024], samples=3, seed=0, phrase=None)
     scores = {"vt": {512: 50.0, 1024: 0.0}, "cwe": {512: 100.0, 1024: 25.0}}
-    load_script("ruler").write_scores(scores, options, tmp_path)
+    script("eval/ruler.py").write_scores(scores, options, tmp_path)
     assert "| average | 75.00 | 12.50 |" in capsys.readouterr().out
     assert json.loads((tmp_path / "scores.json").read_text())["averages"] == {"512": 75.0, "1024": 12.5}
 
 
 def test_the_script_end_to_end(ckpt, tmp_path, capsys):
-    script = load_script("ruler")
+    command = script("eval/ruler.py")
     out = tmp_path / "out"
     story = tmp_path / "story.txt"
     story.write_text(STORY * 20)
     arguments = ["--ckpt", str(ckpt), "--out", str(out), "--lengths", "512", "600", "--samples", "2"]
     arguments += ["--batch-size", "2", "--tasks", "niah_single_2", "--haystack", str(story)]
-    assert script.main(arguments) == 0
+    assert command.main(arguments) == 0
     assert json.loads((out / "scores.json").read_text())["scores"] == {"niah_single_2": {"512": 0.0, "600": 0.0}}
     assert (out / "scores.md").read_text().startswith("| task | 512 | 600 |")
     assert (out / "scores.png").stat().st_size > 1000
@@ -330,19 +322,19 @@ def test_the_script_end_to_end(ckpt, tmp_path, capsys):
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     rows[1]["pred"] = f"It is {rows[1]['answers'][0]}."
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert script.main(arguments) == 0
+    assert command.main(arguments) == 0
     assert json.loads((out / "scores.json").read_text())["scores"]["niah_single_2"] == {"512": 0.0, "600": 50.0}
-    assert script.main([*arguments, "--seed", "1"]) == 2
+    assert command.main([*arguments, "--seed", "1"]) == 2
     assert "predictions with seed 0, now it is 1" in capsys.readouterr().err
-    assert script.main([*arguments, "--phrase", "key"]) == 2
+    assert command.main([*arguments, "--phrase", "key"]) == 2
     assert "predictions with phrase None, now it is 'key'" in capsys.readouterr().err
-    assert script.main(["--ckpt", str(ckpt), "--tasks", "qa_2"]) == 2
+    assert command.main(["--ckpt", str(ckpt), "--tasks", "qa_2"]) == 2
     assert "qa_2 needs --hotpotqa FILE" in capsys.readouterr().err
 
 
 def test_several_models_and_methods_in_one_table(ckpt, tmp_path, capsys, monkeypatch):
     """Two processes, model by model: whoever ends last prints what is in everyone's files."""
-    script = load_script("ruler")
+    command = script("eval/ruler.py")
     out, method = tmp_path / "out", "snapkv:budget=32,window=8"
     other = shutil.copytree(ckpt, tmp_path / "other")
     arguments = ["--ckpt", str(other), str(ckpt), "--out", str(out), "--lengths", "100", "240", "--samples", "2"]
@@ -353,7 +345,7 @@ def test_several_models_and_methods_in_one_table(ckpt, tmp_path, capsys, monkeyp
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in range(2):
         monkeypatch.setenv("RANK", str(rank))
-        assert script.main(arguments) == 0
+        assert command.main(arguments) == 0
         assert (out / "comparison.md").exists() == (rank == 1)
     folders = [out / name / part for name in ("other", "tiny") for part in ("", method.replace(":", "-"))]
     for number, folder in enumerate(folders):
@@ -363,7 +355,7 @@ def test_several_models_and_methods_in_one_table(ckpt, tmp_path, capsys, monkeyp
         for row in rows[: number % 3]:
             row["pred"] = f"{row['answers'][0]}!"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert script.main(arguments) == 0
+    assert command.main(arguments) == 0
     caption, _, header, _, first, *rest = (out / "comparison.md").read_text().splitlines()
     assert caption.startswith(
         "RULER, 2 samples each, not in its own words: stated as `#key {name}={value}`, asked for as `#get {name}=`. "
@@ -377,5 +369,5 @@ def test_several_models_and_methods_in_one_table(ckpt, tmp_path, capsys, monkeyp
     ]  # fmt: skip
     assert [line.split("|")[1].strip() for line in rest] == ["niah_single_1, 240", "average, 100", "average, 240"]
     assert caption in capsys.readouterr().out
-    assert script.main(["--ckpt", str(ckpt), f"{ckpt}/", *arguments[3:]]) == 2
+    assert command.main(["--ckpt", str(ckpt), f"{ckpt}/", *arguments[3:]]) == 2
     assert "two models of one name" in capsys.readouterr().err

@@ -1,22 +1,18 @@
 """The speed script: what is compared, how ratios are computed, what is written. Not how fast anything is."""
 
-import importlib.util
 import json
 import statistics
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from scripts import script
 
 import pod
 from pod.evaluation import filled_cache, timing
 from pod_kernels.attention import BACKEND_VARIABLE
 
-ROOT = Path(__file__).parent.parent.parent
-SPEC = importlib.util.spec_from_file_location("eval_speed", ROOT / "eval" / "speed.py")
-speed = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(speed)
+speed = script("eval/speed.py")
 
 ATTENTION = ["PoD / SDPA flash"]
 PAIRS = {
