@@ -38,16 +38,7 @@ def run(options: argparse.Namespace) -> None:
         requests = longbench.make_requests(tokenizer, task, samples.pop(task), options.max_length, options.limit)
         keys[task] = [request.key for request in requests]
         longest = max([longest, *requests] if longest else requests, key=lambda request: len(request.text))
-        for variant in variants:
-            runner.predict(
-                variant.model,
-                tokenizer,
-                requests,
-                runner.Predictions(variant.folder(options.out), task),
-                batch_size=options.batch_size,
-                cache_factory=variant.cache_factory,
-                label=variant.label,
-            )
+        runner.predict_each(variants, tokenizer, requests, options.out, task, options.batch_size)
     scores = {}
     for variant in variants:
         folder = variant.folder(options.out)

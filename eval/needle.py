@@ -63,13 +63,10 @@ def make_requests(
         for depth in depths:
             place = _place(len(kept), depth, ends)
             content = tokenizer.decode(kept[:place] + needle + kept[place:], skip_special_tokens=True) + QUESTION
-            if tokenizer.chat_template:
-                message = [{"role": "user", "content": content}]
-                content = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
             requests.append(
                 runner.Request(
                     key=f"{length}-{depth:g}",
-                    text=content + ANSWER_PREFIX,
+                    text=runner.as_chat(tokenizer, content) + ANSWER_PREFIX,
                     max_new_tokens=MAX_NEW_TOKENS,
                     special_tokens=not tokenizer.chat_template,
                     record={"length": length, "depth": depth},
@@ -120,19 +117,9 @@ def run(options: argparse.Namespace) -> None:
     model, tokenizer = models.load(options.ckpt)
     variants = models.variants(model, options.eviction)
     requests = make_requests(tokenizer, text, lengths, depths)
-    found = {}
     for variant in variants:
-        folder = variant.folder(options.out)
-        runner.settle(folder, settings | variant.settings())
-        found[variant] = runner.predict(
-            variant.model,
-            tokenizer,
-            requests,
-            runner.Predictions(folder, "needle"),
-            batch_size=options.batch_size,
-            cache_factory=variant.cache_factory,
-            label=variant.label,
-        )
+        runner.settle(variant.folder(options.out), settings | variant.settings())
+    found = runner.predict_each(variants, tokenizer, requests, options.out, "needle", options.batch_size)
     if None in found.values():
         print(f"process {runner.process()[0]} is done; the last one to finish prints the scores", file=sys.stderr)
         return

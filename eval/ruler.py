@@ -87,16 +87,7 @@ def predict(
                 source=sources.get(TASKS[task].needs),
                 phrase=options.phrase,
             )
-            for variant in variants:
-                runner.predict(
-                    variant.model,
-                    tokenizer,
-                    requests,
-                    runner.Predictions(variant.folder(out), f"{task}-{length}"),
-                    batch_size=options.batch_size,
-                    cache_factory=variant.cache_factory,
-                    label=variant.label,
-                )
+            runner.predict_each(variants, tokenizer, requests, out, f"{task}-{length}", options.batch_size)
     folders = {variant.name: variant.folder(out) for variant in variants}
     return folders, getattr(model.config, "max_position_embeddings", None)
 

@@ -86,6 +86,10 @@ class Setting:
         """Normal random numbers. Never zeros: they hide wrong indices and are faster to multiply."""
         return torch.randn(*sizes, device=self.device, dtype=self.dtype, **options)
 
+    def states(self, batch: int, count: int) -> list[Tensor]:
+        """Random queries [B, H, T, D], keys and values [B, H_kv, T, D] of `count` tokens."""
+        return [self.random(batch, heads, count, self.head_dim) for heads in (self.heads, KV_HEADS, KV_HEADS)]
+
 
 def pod_backends(setting: Setting) -> dict[str, str]:
     """What a table calls PoD with each backend that the device might have."""
@@ -227,7 +231,7 @@ def decode_attention(setting: Setting, length: int) -> Measured:
     """The attention of one token in all layers, and nothing else, against dense attention to as many keys."""
     batch, itemsize = decoding_rows(setting, length), setting.dtype.itemsize
     models = random_models(setting, 2 * length)
-    new = [setting.random(batch, heads, 1, setting.head_dim) for heads in (setting.heads, KV_HEADS, KV_HEADS)]
+    new = setting.states(batch, 1)
     works: Works = {}
     amounts = {}
     kinds = pod_backends(setting)
@@ -268,8 +272,7 @@ def decode_attention_after_eviction(setting: Setting, length: int) -> Measured:
     """The attention of one token in all layers after a prompt of which most is dropped, against the full cache."""
     batch = setting.batch or 1
     model = random_models(setting, 2 * length)["PoD"]
-    sizes = setting.heads, KV_HEADS, KV_HEADS
-    prompt, new = ([setting.random(batch, n, count, setting.head_dim) for n in sizes] for count in (length, 1))
+    prompt, new = setting.states(batch, length), setting.states(batch, 1)
     works: Works = {}
     for method in (None, *setting.eviction):
         cache = pod.PodCache(model.config, length + setting.rounds + 1, method and pod.eviction.parse(method))
@@ -300,8 +303,7 @@ def cascade_prefill(setting: Setting, length: int) -> Measured:
     model = random_models(setting, length)[DENSE]
     model.model.layers = model.model.layers[:1]
     budget, stride = (max(SHORTEST // 4, min(most, length // part)) for most, part in ((16_384, 16), (4096, 64)))
-    sizes = setting.heads, KV_HEADS, KV_HEADS
-    q, k, v = (setting.random(batch, heads, length, setting.head_dim) for heads in sizes)
+    q, k, v = setting.states(batch, length)
 
     def strides() -> None:
         cache = pod.PodCache(model.config, eviction=pod.eviction.Cascade(budget // 4 * 4, sinks=setting.sinks))

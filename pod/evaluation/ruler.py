@@ -22,7 +22,7 @@ from pod.evaluation.haystack import Haystack
 from pod.evaluation.passkey import PHRASES
 from pod.evaluation.questions import Questions
 from pod.evaluation.ruler_tasks import TASKS, Made, Setting
-from pod.evaluation.runner import Request, tokenise
+from pod.evaluation.runner import Request, as_chat, tokenise
 
 _PHRASE_NEW_TOKENS = 48  # a phrase is answered by the value at once; a uuid takes 36 bytes
 
@@ -95,10 +95,7 @@ def make_requests(
 
     def prompt(made: Made) -> str:
         question, prefix, _ = made
-        if chat:
-            message = [{"role": "user", "content": question}]
-            question = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-        return question + prefix
+        return as_chat(tokenizer, question) + prefix
 
     def count(text: str, special_tokens: bool = False) -> int:
         return len(tokenise(tokenizer, text, special_tokens))
