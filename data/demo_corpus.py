@@ -71,6 +71,11 @@ def standard_library(held_out: float = 0.05) -> tuple[list[bytes], list[bytes]]:
     return train, validation
 
 
+def held_out_text() -> str:
+    """All modules kept for validation as one text, which the demo's models never saw."""
+    return b"\n".join(standard_library()[1]).decode()
+
+
 def plain_sample(modules: list[bytes], length: int, seed: int) -> bytes:
     """A stretch of `length` bytes that begins at a line of a module, modules drawn in proportion to their size."""
     generator = random.Random(f"text-{seed}")

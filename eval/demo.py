@@ -15,7 +15,6 @@ scores and, for a fair comparison, densely for as many steps, exports both, and 
 The report goes to checkpoints/tiny/report.md, report.png and report.json. A demo that was stopped goes on where it was.
 """
 
-import json
 import statistics
 import sys
 import time
@@ -27,17 +26,17 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 import pod
-from pod.evaluation import models, report
-from pod.evaluation.passkey import DIGITS, generate_greedily, passkey_accuracy, passkey_prompts
+from pod.evaluation import command, models, report
+from pod.evaluation.passkey import DIGITS, PassKey, generate_greedily, passkey_accuracy, passkey_prompts
 from pod.evaluation.perplexity import decoder_states, perplexity
+from pod.evaluation.texts import prepared
 from pod.export import export
 from pod.fit import fit
-from pod.recipe import Recipe, RecipeError, output_folder, steps
+from pod.recipe import Recipe, output_folder, steps
 from pod.recipe_loading import load_recipe
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1] / "data")]
-from demo_corpus import standard_library, write_corpus  # noqa: E402
-from perplexity import prepared  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))
+from demo_corpus import held_out_text, write_corpus  # noqa: E402
 
 LENGTHS = (256, 512, 1016)  # tokens of the pass-key prompts; with the digits, the last fills the context
 DEPTHS = tuple(index / 8 for index in range(9))
@@ -65,6 +64,12 @@ def write_data(recipe: Recipe) -> Path:
     if not (plain / "index.json").exists():
         write_corpus(plain, length, samples=1, validation_samples=TEXTS, seed=1, keys_min=0, keys_max=0)
     return plain
+
+
+def keys_in_text(tokenizer: PreTrainedTokenizerBase, samples: int) -> list[PassKey]:
+    """Pass-key prompts of every length and depth, in held-out modules; `samples` for each."""
+    text = held_out_text()
+    return [prompt for length in LENGTHS for prompt in passkey_prompts(tokenizer, text, length, DEPTHS, samples)]
 
 
 def window_mask(length: int, sinks: int, recent: int, dtype: torch.dtype) -> Tensor:
@@ -122,8 +127,7 @@ def evaluate(
     recent: int,
 ) -> dict:
     """Every number of the report, by row; "dense, extra steps" is also evaluated under StreamingLLM's mask."""
-    text = b"\n".join(standard_library()[1]).decode()
-    prompts = [p for n in LENGTHS for p in passkey_prompts(tokenizer, text, n, DEPTHS, SAMPLES)]
+    prompts = keys_in_text(tokenizer, SAMPLES)
     beyond = [p.distance > recent for p in prompts]
     masked = streaming(sinks, recent)
     measured = {}
@@ -264,16 +268,12 @@ def run(overrides: list[str]) -> Path:
     return out / "report.md"
 
 
-def main(arguments: list[str]) -> int:
+@command.exit_status
+def main(arguments: list[str]) -> None:
     if arguments in (["-h"], ["--help"]):
         print(__doc__)
-        return 0
-    try:
-        run(arguments)
-    except (RecipeError, ValueError, OSError, json.JSONDecodeError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+        return
+    run(arguments)
 
 
 if __name__ == "__main__":

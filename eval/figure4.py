@@ -27,20 +27,19 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 import pod
-from pod.evaluation import models, report
-from pod.evaluation.passkey import PassKey, generate_greedily, passkey_accuracy, passkey_prompts
+from pod.evaluation import command, models, report
+from pod.evaluation.passkey import generate_greedily, passkey_accuracy
 from pod.evaluation.perplexity import perplexity
+from pod.evaluation.texts import prepared
 from pod.export import export
 from pod.files import read_json
 from pod.fit import fit
-from pod.recipe import Recipe, RecipeError, output_folder
+from pod.recipe import Recipe, output_folder
 from pod.recipe_loading import load_recipe
 from pod_kernels import SkipStats
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1] / "data")]
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 import demo  # noqa: E402
-from demo_corpus import standard_library  # noqa: E402
-from perplexity import prepared  # noqa: E402
 
 Point = tuple[int, float]  # recent tokens, kv_saving
 TAU_TEXTS = 8  # held-out samples whose last quarter is decoded token by token
@@ -100,16 +99,6 @@ def settings_of(recipe: Recipe, effort: Effort) -> dict:
     return json.loads(json.dumps(dataclasses.asdict(recipe) | dataclasses.asdict(effort)))
 
 
-def keys_in_text(tokenizer, effort: Effort) -> list[PassKey]:
-    """The demo's pass-key prompts."""
-    text = b"\n".join(standard_library()[1]).decode()
-    return [
-        prompt
-        for length in demo.LENGTHS
-        for prompt in passkey_prompts(tokenizer, text, length, demo.DEPTHS, effort.samples)
-    ]
-
-
 def measure(point: Point, overrides: list[str], out: Path, effort: Effort) -> dict:
     """Train, export and evaluate one point, or read what an earlier call found.
 
@@ -128,15 +117,14 @@ def measure(point: Point, overrides: list[str], out: Path, effort: Effort) -> di
     fit(recipe)
     export(folder, folder / "export", dtype="float32", force=True)
     model, tokenizer = models.load(str(folder / "export"), "cpu", "float32")
-    prompts = keys_in_text(tokenizer, effort)
+    prompts = demo.keys_in_text(tokenizer, effort.samples)
     label = f"recent {recent}, saving {saving:g}"
     digits = passkey_accuracy(model, tokenizer, prompts, 12, label=f"{label}: pass keys")
     far = [score for score, prompt in zip(digits, prompts, strict=True) if prompt.distance > recent]
     bits = perplexity(model, prepared(plain, effort.texts, 8), 1.0, label=f"{label}: held-out text")
     context = recipe.data.sequence_length
     size = demo.measure_cache(model, context)
-    config = model.config
-    dense = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4 * context
+    dense = models.dense_token_bytes(model) * context
     found = {
         "settings": settings,
         "recent": recent,
@@ -187,7 +175,7 @@ def measure_tau(tau: float, recipe: Recipe, effort: Effort) -> dict:
     digits = passkey_accuracy(
         model,
         tokenizer,
-        keys_in_text(tokenizer, effort),
+        demo.keys_in_text(tokenizer, effort.samples),
         12,
         lambda model, ids, count: generate_greedily(model, ids, count, new_cache()),
         f"tau {tau:g}: pass keys",
@@ -305,7 +293,8 @@ def run(
     return out
 
 
-def main(arguments: list[str] | None = None) -> int:
+@command.exit_status
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python eval/figure4.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -317,15 +306,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--texts", type=int, default=demo.TEXTS, help="held-out texts for the bits per byte (96)")
     parser.add_argument("--out", type=Path, help="folder of the runs and the table (figure4 in the recipe's output)")
     options = parser.parse_args(arguments)
-    try:
-        recent = [int(part) for part in options.recent.split(",") if part]
-        savings = [float(part) for part in options.kv_savings.split(",") if part]
-        taus = [float(part) for part in options.taus.split(",") if part]
-        run(options.overrides, recent, savings, taus, options.out, Effort(options.samples, options.texts))
-    except (RecipeError, ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    recent = [int(part) for part in options.recent.split(",") if part]
+    savings = [float(part) for part in options.kv_savings.split(",") if part]
+    taus = [float(part) for part in options.taus.split(",") if part]
+    run(options.overrides, recent, savings, taus, options.out, Effort(options.samples, options.texts))
 
 
 if __name__ == "__main__":

@@ -17,13 +17,13 @@ from torch import Tensor
 import pod
 from pod.analyze import load_similarity
 from pod.blocks import METHODS, LayerBlocks
-from pod.evaluation import models, report
+from pod.evaluation import command, models, report
 from pod.evaluation.passkey import generate_greedily, passkey_accuracy, passkey_prompts
 from pod.evaluation.perplexity import perplexity
+from pod.evaluation.texts import prepared
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from passkey import default_text, numbers  # noqa: E402
-from perplexity import prepared  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))
+from demo_corpus import held_out_text  # noqa: E402
 
 
 def to_anchors(similarity: Tensor, blocks: LayerBlocks) -> Tensor:
@@ -43,7 +43,7 @@ def evaluate(options: argparse.Namespace) -> dict[str, dict]:
     prompts = [
         prompt
         for length in options.lengths
-        for prompt in passkey_prompts(tokenizer, default_text(), length, [k / 8 for k in range(9)], options.samples)
+        for prompt in passkey_prompts(tokenizer, held_out_text(), length, [k / 8 for k in range(9)], options.samples)
     ]
     found = {}
     for name in ("dense", *METHODS):
@@ -68,7 +68,8 @@ def evaluate(options: argparse.Namespace) -> dict[str, dict]:
     return found
 
 
-def main(arguments: list[str] | None = None) -> int:
+@command.exit_status
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", required=True, help="the dense model: a directory or hub id")
     parser.add_argument("--similarity", type=Path, required=True, help="what pod.analyze wrote about it")
@@ -76,16 +77,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--kv-saving", type=float, default=0.35, help="share of the cache's bytes to save (0.35)")
     parser.add_argument("--sink-size", type=int, default=16)
     parser.add_argument("--recent-size", type=int, default=4080)
-    parser.add_argument("--lengths", type=numbers, default=[256, 512, 1016], help="tokens of the prompts with keys")
+    parser.add_argument(
+        "--lengths", type=command.numbers, default=[256, 512, 1016], help="tokens of the prompts with keys"
+    )
     parser.add_argument("--samples", type=int, default=4, help="prompts for each length and depth (4)")
     parser.add_argument("--limit", type=int, default=96, help="samples of text (96)")
-    parser.add_argument("--out", type=Path, default=report.default_folder("grouping"), help="folder of what is written")
+    parser.add_argument(
+        "--out", type=Path, default=command.default_folder("grouping"), help="folder of what is written"
+    )
     options = parser.parse_args(arguments)
-    try:
-        found = evaluate(options)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    found = evaluate(options)
     report.write_json(options.out / "grouping.json", found)
     header = ["grouping", "kv_saving", "mean similarity", "least", "nats/token", "pass-key digits", "beyond the window"]
     rows = [
@@ -102,7 +103,6 @@ def main(arguments: list[str] | None = None) -> int:
     ]
     print(report.markdown_table(header, rows))
     print(f"written: {options.out}/grouping.json")
-    return 0
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from pod.evaluation import longbench, metrics, models, report, runner
+from pod.evaluation import command, longbench, metrics, models, report, runner
 
 
 def run(options: argparse.Namespace) -> None:
@@ -38,16 +38,7 @@ def run(options: argparse.Namespace) -> None:
         requests = longbench.make_requests(tokenizer, task, samples.pop(task), options.max_length, options.limit)
         keys[task] = [request.key for request in requests]
         longest = max([longest, *requests] if longest else requests, key=lambda request: len(request.text))
-        for variant in variants:
-            runner.predict(
-                variant.model,
-                tokenizer,
-                requests,
-                runner.Predictions(variant.folder(options.out), task),
-                batch_size=options.batch_size,
-                cache_factory=variant.cache_factory,
-                label=variant.label,
-            )
+        runner.predict_each(variants, tokenizer, requests, options.out, task, options.batch_size)
     scores = {}
     for variant in variants:
         folder = variant.folder(options.out)
@@ -113,7 +104,8 @@ def _check_segmentation(tasks: list[str]) -> None:
         metrics.jieba_segment()
 
 
-def main(arguments: list[str]) -> int:
+@command.exit_status
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python eval/longbench.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -133,30 +125,25 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--max-length", type=int, default=31500, help="tokens of a prompt (default: 31500)")
     parser.add_argument("--limit", type=int, help="only the first LIMIT samples of each set")
     parser.add_argument("--batch-size", type=int, default=1, help="prompts generated at once (default: 1)")
-    models.add_eviction(parser)
+    command.add_eviction(parser)
     parser.add_argument("--score-only", action="store_true", help="score the predictions in --out; no model is loaded")
     parser.add_argument("--out", type=Path, help="where predictions and scores go (default: runs/longbench/NAME)")
     options = parser.parse_args(arguments)
     named = options.tasks is not None
     options.tasks = options.tasks or ["all"]
-    try:
-        if options.ckpt is None and not options.score_only:
-            raise ValueError("--ckpt is missing: name an exported model's directory")
-        if options.out is None:
-            if options.ckpt is None:
-                raise ValueError("--score-only needs --out, the folder of the predictions")
-            options.out = Path("runs") / "longbench" / Path(options.ckpt).resolve().name
-        if options.score_only and options.eviction:
-            raise ValueError("--score-only scores one folder: name the method's own folder with --out, no --eviction")
-        if options.score_only:
-            score_only(options, named)
-        else:
-            run(options)
-    except (ValueError, OSError, ImportError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    if options.ckpt is None and not options.score_only:
+        raise ValueError("--ckpt is missing: name an exported model's directory")
+    if options.out is None:
+        if options.ckpt is None:
+            raise ValueError("--score-only needs --out, the folder of the predictions")
+        options.out = Path("runs") / "longbench" / Path(options.ckpt).resolve().name
+    if options.score_only and options.eviction:
+        raise ValueError("--score-only scores one folder: name the method's own folder with --out, no --eviction")
+    if options.score_only:
+        score_only(options, named)
+    else:
+        run(options)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

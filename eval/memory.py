@@ -21,11 +21,10 @@ import torch
 
 import pod
 from pod import eviction as methods
-from pod.evaluation import report
+from pod.evaluation import command, report
 from pod.evaluation.memory import Inference, even_blocks, measured_batch
 from pod.files import check_writable, read_json
 from pod.plan import GPUS
-from pod.recipe import RecipeError
 from pod.shape import KNOWN_CONFIGS, Shape
 from pod.training_memory import RESERVED
 
@@ -216,14 +215,15 @@ def draw(result: dict, path: Path) -> None:
     report.save_figure(figure, path, dpi=120)
 
 
-def main(arguments: list[str] | None = None) -> int:
+@command.exit_status
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python eval/memory.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", required=True, help=f"a directory with config.json, or {', '.join(SHORT_NAMES)}")
     parser.add_argument("--memory", default="80GB", help=f"80GB, 512MB (1 GB = 2**30), or {', '.join(GPUS)} (80GB)")
     parser.add_argument(
-        "--lengths", type=lambda text: [int(part) for part in text.split(",")], default=list(PUBLISHED),
+        "--lengths", type=command.numbers, default=list(PUBLISHED),
         help="tokens of a prompt, comma-separated (2048,4096,8192,16384)",
     )  # fmt: skip
     parser.add_argument("--output", type=int, default=8192, help="new tokens (8192)")
@@ -236,21 +236,16 @@ def main(arguments: list[str] | None = None) -> int:
         "--eviction", metavar="METHODS", help="rows for PoD with these, such as snapkv:budget=4096+h2o:..."
     )
     parser.add_argument("--measure", action="store_true", help="also search with a random model on this device")
-    parser.add_argument("--out", type=Path, default=report.default_folder("memory"), help="folder of what is written")
+    parser.add_argument("--out", type=Path, default=command.default_folder("memory"), help="folder of what is written")
     options = parser.parse_args(arguments)
-    try:
-        check_writable(options.out)
-        result = evaluate(options)
-        text = tables(result)
-        report.write_json(options.out / "memory.json", result)
-        report.write(options.out / "memory.md", text + "\n\n![The same as a picture](memory.png)\n")
-        draw(result, options.out / "memory.png")
-        print(text)
-        print(f"written: {options.out}/memory.json, {options.out}/memory.md, {options.out}/memory.png")
-    except (ValueError, OSError, RecipeError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    check_writable(options.out)
+    result = evaluate(options)
+    text = tables(result)
+    report.write_json(options.out / "memory.json", result)
+    report.write(options.out / "memory.md", text + "\n\n![The same as a picture](memory.png)\n")
+    draw(result, options.out / "memory.png")
+    print(text)
+    print(f"written: {options.out}/memory.json, {options.out}/memory.md, {options.out}/memory.png")
 
 
 if __name__ == "__main__":

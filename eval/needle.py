@@ -20,7 +20,8 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from pod.evaluation import models, report, runner
+from pod.evaluation import command, models, report, runner
+from pod.evaluation.texts import read_text
 
 NEEDLE = "\nThe best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day.\n"
 KEY_WORDS = ("eat", "sandwich", "sit", "dolores", "park", "sunny", "day")
@@ -62,13 +63,10 @@ def make_requests(
         for depth in depths:
             place = _place(len(kept), depth, ends)
             content = tokenizer.decode(kept[:place] + needle + kept[place:], skip_special_tokens=True) + QUESTION
-            if tokenizer.chat_template:
-                message = [{"role": "user", "content": content}]
-                content = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
             requests.append(
                 runner.Request(
                     key=f"{length}-{depth:g}",
-                    text=content + ANSWER_PREFIX,
+                    text=runner.as_chat(tokenizer, content) + ANSWER_PREFIX,
                     max_new_tokens=MAX_NEW_TOKENS,
                     special_tokens=not tokenizer.chat_template,
                     record={"length": length, "depth": depth},
@@ -113,25 +111,15 @@ def run(options: argparse.Namespace) -> None:
         dict.fromkeys(round(length) for length in grid(options.min_length, options.max_length, options.steps))
     )
     depths = [round(depth, 1) for depth in grid(0, 100, options.steps)]
-    text = report.read_text(options.haystack, "--haystack")
+    text = read_text(options.haystack, "--haystack")
     settings = {"ckpt": options.ckpt, "haystack": sha256(text.encode()).hexdigest()}
     runner.settle(options.out, settings)
     model, tokenizer = models.load(options.ckpt)
     variants = models.variants(model, options.eviction)
     requests = make_requests(tokenizer, text, lengths, depths)
-    found = {}
     for variant in variants:
-        folder = variant.folder(options.out)
-        runner.settle(folder, settings | variant.settings())
-        found[variant] = runner.predict(
-            variant.model,
-            tokenizer,
-            requests,
-            runner.Predictions(folder, "needle"),
-            batch_size=options.batch_size,
-            cache_factory=variant.cache_factory,
-            label=variant.label,
-        )
+        runner.settle(variant.folder(options.out), settings | variant.settings())
+    found = runner.predict_each(variants, tokenizer, requests, options.out, "needle", options.batch_size)
     if None in found.values():
         print(f"process {runner.process()[0]} is done; the last one to finish prints the scores", file=sys.stderr)
         return
@@ -166,7 +154,8 @@ def write_scores(rows: list[dict], lengths: list[int], depths: list[float], out:
     return average
 
 
-def main(arguments: list[str]) -> int:
+@command.exit_status
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python eval/needle.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -176,18 +165,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--max-length", type=int, default=32000, help="tokens of the longest prompt (default: 32000)")
     parser.add_argument("--steps", type=int, default=35, help="lengths, and depths (default: 35)")
     parser.add_argument("--batch-size", type=int, default=1, help="prompts generated at once (default: 1)")
-    models.add_eviction(parser)
+    command.add_eviction(parser)
     parser.add_argument("--out", type=Path, help="where predictions and scores go (default: runs/needle/NAME)")
     options = parser.parse_args(arguments)
     if options.out is None:
         options.out = Path("runs") / "needle" / Path(options.ckpt).resolve().name
-    try:
-        run(options)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    run(options)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -23,29 +23,20 @@ import sys
 from pathlib import Path
 
 from pod import eviction
-from pod.evaluation import models, report, ruler
+from pod.evaluation import command, models, report
+from pod.evaluation.haystack import ADJECTIVES, NOUNS
+from pod.evaluation.models import by_row, label_of
 from pod.evaluation.passkey import PHRASES, generate_greedily, passkey_accuracy, passkey_prompts
+from pod.evaluation.texts import read_text
 from pod.files import check_writable
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))
-
+from demo_corpus import held_out_text  # noqa: E402
 
 PROTOCOLS: dict[str, dict] = {
     "grid": {"lengths": [256, 512, 1024], "depths": 11, "samples": 8, "phrase": "key"},
     "cascade": {"lengths": [2**n for n in range(15, 21)], "depths": 5, "samples": 20, "phrase": "sentence"},
 }
-
-
-def default_text() -> str:
-    """The held-out modules of the running Python's standard library, which the demo's models never saw."""
-    from demo_corpus import standard_library
-
-    return b"\n".join(standard_library()[1]).decode()
-
-
-def numbers(text: str) -> list[int]:
-    """`256,512` -> [256, 512]."""
-    return [int(part) for part in text.split(",")]
 
 
 def evaluate(
@@ -114,16 +105,6 @@ def evaluate(
     return result
 
 
-def label_of(ckpt: str, method: str) -> str:
-    """What a table, picture or progress bar calls a checkpoint with an eviction method."""
-    return Path(ckpt).name + ("" if method == models.NO_EVICTION else f", {method}")
-
-
-def by_row(nested: dict[str, dict]) -> dict[str, object]:
-    """[checkpoint][method] -> one entry for each row of a table, by its label."""
-    return {label_of(ckpt, method): values for ckpt, found in nested.items() for method, values in found.items()}
-
-
 def draw(result: dict, path: Path) -> None:
     """One heat map for each model and method: lengths down, depths across."""
     maps = by_row(result["models"])
@@ -142,12 +123,15 @@ def draw(result: dict, path: Path) -> None:
     report.save_figure(figure, path, dpi=150)
 
 
-def main(arguments: list[str] | None = None) -> int:
+@command.exit_status
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ckpt", nargs="+", required=True, help="exported models (directories or hub ids)")
     parser.add_argument("--protocol", choices=list(PROTOCOLS), default="grid", help="cascade: see above (grid)")
     parser.add_argument(
-        "--lengths", type=numbers, help="tokens, comma-separated (256,512,1024; cascade: 32768 doubling to 1048576)"
+        "--lengths",
+        type=command.numbers,
+        help="tokens, comma-separated (256,512,1024; cascade: 32768 doubling to 1048576)",
     )
     parser.add_argument("--depths", type=int, help="depths, evenly from beginning to end (11), or ranges (cascade: 5)")
     parser.add_argument("--samples", type=int, help="prompts for each length and depth (8; cascade: 20)")
@@ -160,45 +144,40 @@ def main(arguments: list[str] | None = None) -> int:
         nargs="+",
         help="UTF-8 files to hide keys in, or whose words to take (held-out Python modules; cascade: some 350 words)",
     )
-    models.add_eviction(parser)
+    command.add_eviction(parser)
     parser.add_argument("--batch-size", type=int, default=8, help="prompts generated at once (8)")
     parser.add_argument("--seed", type=int, default=0, help="of keys and text (0)")
-    parser.add_argument("--out", type=Path, default=report.default_folder("passkey"), help="folder of what is written")
+    parser.add_argument("--out", type=Path, default=command.default_folder("passkey"), help="folder of what is written")
     options = parser.parse_args(arguments)
     for name, value in PROTOCOLS[options.protocol].items():
         if getattr(options, name) is None:
             setattr(options, name, value)
-    try:
-        check_writable(options.out)
-        if options.text:
-            text = "".join(report.read_text(path, "--text") for path in options.text)
-        else:
-            text = default_text() if options.protocol == "grid" else " ".join(ruler.ADJECTIVES + ruler.NOUNS)
-        result = evaluate(
-            options.ckpt,
-            text,
-            options.lengths,
-            options.depths,
-            options.samples,
-            options.phrase,
-            options.batch_size,
-            options.seed,
-            options.eviction,
-            options.protocol,
-        )
-        report.write_json(options.out / "passkey.json", result)
-        draw(result, options.out / "passkey.png")
-        header = ["model", *(f"{length} tokens" for length in result["lengths"]), "mean"]
-        rows = [
-            [label, *(f"{sum(row) / len(row):.1%}" for row in values["accuracy"]), f"{values['mean']:.1%}"]
-            for label, values in by_row(result["models"]).items()
-        ]
-        print(report.markdown_table(header, rows))
-        print(f"written: {options.out}/passkey.json, {options.out}/passkey.png")
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    check_writable(options.out)
+    if options.text:
+        text = "".join(read_text(path, "--text") for path in options.text)
+    else:
+        text = held_out_text() if options.protocol == "grid" else " ".join(ADJECTIVES + NOUNS)
+    result = evaluate(
+        options.ckpt,
+        text,
+        options.lengths,
+        options.depths,
+        options.samples,
+        options.phrase,
+        options.batch_size,
+        options.seed,
+        options.eviction,
+        options.protocol,
+    )
+    report.write_json(options.out / "passkey.json", result)
+    draw(result, options.out / "passkey.png")
+    header = ["model", *(f"{length} tokens" for length in result["lengths"]), "mean"]
+    rows = [
+        [label, *(f"{sum(row) / len(row):.1%}" for row in values["accuracy"]), f"{values['mean']:.1%}"]
+        for label, values in by_row(result["models"]).items()
+    ]
+    print(report.markdown_table(header, rows))
+    print(f"written: {options.out}/passkey.json, {options.out}/passkey.png")
 
 
 if __name__ == "__main__":

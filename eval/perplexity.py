@@ -17,46 +17,20 @@ perplexity.png (loss by position) and prints a table.
 
 import argparse
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-import torch
-from torch import Tensor
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase
 
 from pod import eviction
-from pod.evaluation import models, report
+from pod.evaluation import command, models, report
+from pod.evaluation.models import by_row, label_of
 from pod.evaluation.perplexity import Perplexity, perplexity
+from pod.evaluation.texts import prepared, read_text, stretches, token_ids
 from pod.files import check_writable
-from pod.prepared import PreparedDataset
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from passkey import by_row, default_text, label_of  # noqa: E402
-
-
-def stretches(ids: Tensor, length: int, limit: int, batch_size: int) -> Iterator[Tensor]:
-    """[N] -> batches [B, length] of stretches spread evenly over the text, at most `limit` of them."""
-    count = min(limit, len(ids) // length)
-    if count == 0:
-        raise ValueError(f"the text has {len(ids)} tokens, --length {length} wants more: lower it or give longer text")
-    starts = torch.linspace(0, len(ids) - length, count).long().tolist()
-    rows = torch.stack([ids[start : start + length] for start in starts])
-    yield from rows.split(batch_size)
-
-
-def prepared(path: str, limit: int, batch_size: int) -> Iterator[Tensor]:
-    """Batches [B, T] of the validation split of a prepared directory, evenly spread, at most `limit` samples."""
-    dataset = PreparedDataset(path, "validation")
-    dataset.data.verify("validation")
-    chosen = torch.linspace(0, len(dataset) - 1, min(limit, len(dataset))).long().tolist()
-    for first in range(0, len(chosen), batch_size):
-        yield torch.stack([dataset[index]["input_ids"] for index in chosen[first : first + batch_size]])
-
-
-def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> Tensor:
-    """A text's ids [N] int64, without special tokens."""
-    return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.long)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))
+from demo_corpus import held_out_text  # noqa: E402
 
 
 def evaluate(
@@ -141,7 +115,8 @@ def draw(results: dict[str, dict[str, Perplexity]], path: Path) -> None:
     report.save_figure(figure, path, dpi=150)
 
 
-def main(arguments: list[str] | None = None) -> int:
+@command.exit_status
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ckpt", nargs="+", required=True, help="exported models (directories or hub ids)")
     source = parser.add_mutually_exclusive_group()
@@ -157,42 +132,37 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--limit", type=int, default=64, help="at most so many samples, stretches or files (64)")
     parser.add_argument("--batch-size", type=int, default=8, help="samples or stretches at once (8)")
     parser.add_argument("--stream", type=int, metavar="N", help="through the cache, N tokens at a time")
-    models.add_eviction(parser)
+    command.add_eviction(parser)
     parser.add_argument("--evicting-only", action="store_true", help="without the row of no eviction")
     parser.add_argument(
-        "--out", type=Path, default=report.default_folder("perplexity"), help="folder of what is written"
+        "--out", type=Path, default=command.default_folder("perplexity"), help="folder of what is written"
     )
     options = parser.parse_args(arguments)
-    try:
-        check_writable(options.out)
-        texts = []
-        if options.data is None:
-            texts = [report.read_text(path, "--text") for path in options.text] if options.text else [default_text()]
-        results = evaluate(
-            options.ckpt,
-            options.data,
-            texts,
-            options.length,
-            options.limit,
-            options.batch_size,
-            options.stream,
-            options.eviction,
-            options.evicting_only,
-        )
-        summary = {ckpt: {name: one.summary() for name, one in found.items()} for ckpt, found in results.items()}
-        report.write_json(options.out / "perplexity.json", {"stream": options.stream, "models": summary})
-        draw(results, options.out / "perplexity.png")
-        rows = []
-        for label, result in by_row(results).items():
-            tokens = f"{result.count.sum():,}"
-            bits = "" if result.bits_per_byte is None else f"{result.bits_per_byte:.4f}"
-            rows.append([label, tokens, f"{result.loss:.4f}", f"{result.perplexity:.3f}", bits])
-        print(report.markdown_table(["model", "tokens", "nats/token", "perplexity", "bits/byte"], rows))
-        print(f"written: {options.out}/perplexity.json, {options.out}/perplexity.png")
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    check_writable(options.out)
+    texts = []
+    if options.data is None:
+        texts = [read_text(path, "--text") for path in options.text] if options.text else [held_out_text()]
+    results = evaluate(
+        options.ckpt,
+        options.data,
+        texts,
+        options.length,
+        options.limit,
+        options.batch_size,
+        options.stream,
+        options.eviction,
+        options.evicting_only,
+    )
+    summary = {ckpt: {name: one.summary() for name, one in found.items()} for ckpt, found in results.items()}
+    report.write_json(options.out / "perplexity.json", {"stream": options.stream, "models": summary})
+    draw(results, options.out / "perplexity.png")
+    rows = []
+    for label, result in by_row(results).items():
+        tokens = f"{result.count.sum():,}"
+        bits = "" if result.bits_per_byte is None else f"{result.bits_per_byte:.4f}"
+        rows.append([label, tokens, f"{result.loss:.4f}", f"{result.perplexity:.3f}", bits])
+    print(report.markdown_table(["model", "tokens", "nats/token", "perplexity", "bits/byte"], rows))
+    print(f"written: {options.out}/perplexity.json, {options.out}/perplexity.png")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pod import eviction as methods
-from pod.evaluation import report
+from pod.evaluation import command, report
 from pod.evaluation.longbench import CATEGORIES
 from pod.files import check_writable
 
@@ -182,34 +182,30 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     report.save_figure(figure, path, dpi=150)
 
 
-def main(arguments: list[str] | None = None) -> int:
+@command.exit_status
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python eval/report.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folders that eval/longbench.py wrote")
     parser.add_argument("--baseline", help="the run that degradation is measured against (the first dense one)")
     parser.add_argument("--no-published", action="store_true", help="leave the paper's rows out")
-    parser.add_argument("--out", type=Path, default=report.default_folder("report"), help="folder of what is written")
+    parser.add_argument("--out", type=Path, default=command.default_folder("report"), help="folder of what is written")
     options = parser.parse_args(arguments)
-    try:
-        check_writable(options.out)
-        rows = [read_run(folder) for folder in options.runs]
-        compare(rows, options.baseline)
-        rows += [] if options.no_published else published_rows()
-        lines = [cells(row) for row in rows]
-        text = report.markdown_table(COLUMNS, lines) + ("" if options.no_published else f"\n\n{CAVEATS}")
-        table = io.StringIO()
-        csv.writer(table, lineterminator="\n").writerows([COLUMNS, *lines])
-        report.write(options.out / "report.md", f"# LongBench\n\n{text}\n\n![The same as a picture](report.png)\n")
-        report.write(options.out / "report.csv", table.getvalue())
-        report.write_json(options.out / "report.json", {"rows": rows})
-        draw(rows, options.out / "report.png")
-        print(text)
-        print("\nwritten: " + ", ".join(f"{options.out}/report.{kind}" for kind in ("md", "csv", "json", "png")))
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    check_writable(options.out)
+    rows = [read_run(folder) for folder in options.runs]
+    compare(rows, options.baseline)
+    rows += [] if options.no_published else published_rows()
+    lines = [cells(row) for row in rows]
+    text = report.markdown_table(COLUMNS, lines) + ("" if options.no_published else f"\n\n{CAVEATS}")
+    table = io.StringIO()
+    csv.writer(table, lineterminator="\n").writerows([COLUMNS, *lines])
+    report.write(options.out / "report.md", f"# LongBench\n\n{text}\n\n![The same as a picture](report.png)\n")
+    report.write(options.out / "report.csv", table.getvalue())
+    report.write_json(options.out / "report.json", {"rows": rows})
+    draw(rows, options.out / "report.png")
+    print(text)
+    print("\nwritten: " + ", ".join(f"{options.out}/report.{kind}" for kind in ("md", "csv", "json", "png")))
 
 
 if __name__ == "__main__":

@@ -18,16 +18,19 @@ import sys
 from hashlib import sha256
 from pathlib import Path
 
-from pod.evaluation import models, passkey, report, ruler, runner
+from pod.evaluation import command, models, passkey, questions, report, ruler, runner
+from pod.evaluation.haystack import Haystack
+from pod.evaluation.ruler_tasks import TASKS
+from pod.evaluation.texts import read_text
 
 
 def run(options: argparse.Namespace) -> None:
     files = {"haystack": options.haystack, "squad": options.squad, "hotpotqa": options.hotpotqa}
     given = {name for name, path in files.items() if path is not None}
     tasks = ruler.resolve_tasks(options.tasks, given, options.phrase)
-    read = {"haystack": lambda path: ruler.Haystack(report.read_text(path, "--haystack"))}
-    read |= {"squad": ruler.read_squad, "hotpotqa": ruler.read_hotpotqa}
-    sources = {need: read[need](files[need]) for need in {ruler.TASKS[task].needs for task in tasks} - {None}}
+    read = {"haystack": lambda path: Haystack(read_text(path, "--haystack"))}
+    read |= {"squad": questions.read_squad, "hotpotqa": questions.read_hotpotqa}
+    sources = {need: read[need](files[need]) for need in {TASKS[task].needs for task in tasks} - {None}}
     settings = {name: sha256(files[name].read_bytes()).hexdigest() for name in sorted(sources)}
     settings |= {"seed": options.seed} | ({} if options.phrase is None else {"phrase": options.phrase})
     folders = {ckpt: options.out / Path(ckpt).resolve().name for ckpt in options.ckpt}
@@ -81,19 +84,10 @@ def predict(
                 length,
                 options.samples,
                 seed=options.seed,
-                source=sources.get(ruler.TASKS[task].needs),
+                source=sources.get(TASKS[task].needs),
                 phrase=options.phrase,
             )
-            for variant in variants:
-                runner.predict(
-                    variant.model,
-                    tokenizer,
-                    requests,
-                    runner.Predictions(variant.folder(out), f"{task}-{length}"),
-                    batch_size=options.batch_size,
-                    cache_factory=variant.cache_factory,
-                    label=variant.label,
-                )
+            runner.predict_each(variants, tokenizer, requests, out, f"{task}-{length}", options.batch_size)
     folders = {variant.name: variant.folder(out) for variant in variants}
     return folders, getattr(model.config, "max_position_embeddings", None)
 
@@ -156,7 +150,8 @@ def write_scores(scores: dict[str, dict[int, float]], options: argparse.Namespac
     print(f"written: {out}/scores.json, scores.md, scores.png")
 
 
-def main(arguments: list[str]) -> int:
+@command.exit_status
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python eval/ruler.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -165,7 +160,7 @@ def main(arguments: list[str]) -> int:
         "--tasks",
         nargs="+",
         metavar="TASK",
-        help=f"of {', '.join(ruler.TASKS)} (default: all whose files are given)",
+        help=f"of {', '.join(TASKS)} (default: all whose files are given)",
     )
     parser.add_argument(
         "--lengths",
@@ -186,7 +181,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--hotpotqa", type=Path, help="HotpotQA's hotpot_dev_distractor_v1.json, for qa_2")
     parser.add_argument("--seed", type=int, default=0, help="of everything random (default: 0)")
     parser.add_argument("--batch-size", type=int, default=1, help="prompts generated at once (default: 1)")
-    models.add_eviction(parser)
+    command.add_eviction(parser)
     parser.add_argument(
         "--out", type=Path, help="where predictions and scores go (default: runs/ruler/NAME; of several, runs/ruler)"
     )
@@ -195,13 +190,8 @@ def main(arguments: list[str]) -> int:
         options.out = Path("runs") / "ruler"
         if len(options.ckpt) == 1:
             options.out /= Path(options.ckpt[0]).resolve().name
-    try:
-        run(options)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    run(options)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -22,16 +22,10 @@ Writes speed-SUITE.json after every measurement, at the end speed.md, and prints
 """
 
 import argparse
-import itertools
-import math
-import os
-import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -39,26 +33,22 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from tqdm import tqdm
-from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import Cache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import pod
-from pod.evaluation import report
+from pod.evaluation import command, report, timing
+from pod.evaluation.filled_cache import attend, fill, new_cache, received, write
+from pod.evaluation.timing import BYTES, OPERATIONS, SCALE, Measured, Works, by, interleaved, rotated, runnable
 from pod.files import check_writable
 from pod_kernels import shared_score_attention
-from pod_kernels.attention import BACKEND_VARIABLE
 
 LAYERS, KV_HEADS = 8, 8
-SINKS = 16
 CASCADES = (2048, 8192)  # budgets; at most half of the tokens stored before, so that they are full
-FILLED_AT_ONCE = 1024
 # One update of a cache is too short to be timed, and a cascade's differ from token to token.
 UPDATES = 16
 NEW_TOKENS = 32
 SHORTEST = 64  # tokens
 DENSE, STOCK = "blocks of one layer", "DynamicCache"
-OPERATIONS, BYTES = "TFLOP/s", "GB/s"
-SCALE = {OPERATIONS: 1e12, BYTES: 1e9}
 
 
 @dataclass(frozen=True)
@@ -67,20 +57,22 @@ class Setting:
 
     Attributes:
         device, dtype: of all tensors.
-        batch: rows; None chooses by the suite and the length.
         rounds: timed rounds.
         recent: recent tokens of the PoD model; the sinks come on top.
         eviction: methods after a prompt.
         shape: of the model.
+        sinks: of the PoD model, and of cascades.
+        batch: rows; None chooses by the suite and the length.
     """
 
     device: str
     dtype: torch.dtype
-    batch: int | None
     rounds: int
     recent: int
     eviction: tuple[str, ...]
     shape: dict[str, int]
+    sinks: int = 16
+    batch: int | None = None
 
     @property
     def heads(self) -> int:
@@ -94,123 +86,14 @@ class Setting:
         """Normal random numbers. Never zeros: they hide wrong indices and are faster to multiply."""
         return torch.randn(*sizes, device=self.device, dtype=self.dtype, **options)
 
-
-@dataclass
-class Measured:
-    """What one function measured.
-
-    Attributes:
-        seconds: [work], one number for each round.
-        pairs: (work, other work): whose times are compared.
-        amounts: [work] (how much, `OPERATIONS` or `BYTES`) it does at least, where that is known.
-        left_out: [work] why it could not run here.
-    """
-
-    seconds: dict[str, list[float]]
-    pairs: list[tuple[str, str]]
-    amounts: dict[str, tuple[float, str]] = field(default_factory=dict)
-    left_out: dict[str, str] = field(default_factory=dict)
-
-
-Works = dict[str, Callable[[], object]]
-
-
-def timed(work: Callable[[], object], device: str) -> float:
-    """Seconds that `work` takes, the device's queue emptied before and after."""
-    if device == "cuda":
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        start.record()
-        work()
-        end.record()
-        torch.cuda.synchronize()
-        return start.elapsed_time(end) / 1e3
-    begun = time.perf_counter()
-    work()
-    return time.perf_counter() - begun
-
-
-def interleaved(works: Works, rounds: int, device: str, label: str) -> dict[str, list[float]]:
-    """Seconds of every work in every round, one work after the other; the first time of each is not counted."""
-    for work in works.values():
-        work()
-    seconds: dict[str, list[float]] = {name: [] for name in works}
-    for _ in tqdm(range(rounds), desc=label, unit=" rounds"):
-        for name, work in works.items():
-            seconds[name].append(timed(work, device))
-    return seconds
-
-
-def runnable(works: Works) -> tuple[Works, dict[str, str]]:
-    """Those that run here, and why the others do not."""
-    good, left_out = {}, {}
-    for name, work in works.items():
-        try:
-            work()
-            good[name] = work
-        except (ValueError, RuntimeError, ImportError) as error:
-            left_out[name] = str(error).splitlines()[0]
-    return good, left_out
-
-
-def rotated(setting: Setting, make: Callable[[], list[Tensor]]) -> Iterator[list[Tensor]]:
-    """Inputs without end, on a GPU so many of them that its L2 cache has forgotten each before it comes again."""
-    sets = [make()]
-    if setting.device == "cuda":
-        size = sum(tensor.nbytes for tensor in sets[0])
-        cached = torch.cuda.get_device_properties(setting.device).L2_cache_size
-        sets += [make() for _ in range(math.ceil(2 * cached / size))]
-    return itertools.cycle(sets)
+    def states(self, batch: int, count: int) -> list[Tensor]:
+        """Random queries [B, H, T, D], keys and values [B, H_kv, T, D] of `count` tokens."""
+        return [self.random(batch, heads, count, self.head_dim) for heads in (self.heads, KV_HEADS, KV_HEADS)]
 
 
 def pod_backends(setting: Setting) -> dict[str, str]:
     """What a table calls PoD with each backend that the device might have."""
     return {"PoD": "composed", "PoD, fused": "fused"} if setting.device == "cuda" else {"PoD": "composed"}
-
-
-@contextmanager
-def backend(name: str) -> Iterator[None]:
-    """Attention and the cache's functions run by this backend inside."""
-    before = os.environ.get(BACKEND_VARIABLE)
-    os.environ[BACKEND_VARIABLE] = name
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[BACKEND_VARIABLE]
-        else:
-            os.environ[BACKEND_VARIABLE] = before
-
-
-def by(name: str, work: Callable[[], object]) -> Callable[[], object]:
-    """The work with this backend."""
-
-    def run() -> None:
-        with backend(name):
-            work()
-
-    return run
-
-
-def ceilings(setting: Setting) -> dict[str, float]:
-    """What this device reaches at best: a large copy in bytes/s, read and written ones, and a product in FLOP/s."""
-    elements, size = (2**29, 8192) if setting.device == "cuda" else (2**24, 1024)
-    source, (one, other) = setting.random(elements), setting.random(2, size, size)
-    target = torch.empty_like(source)
-    works = {BYTES: lambda: target.copy_(source), OPERATIONS: lambda: one @ other}
-    seconds = interleaved(works, setting.rounds, setting.device, "ceilings")
-    amounts = {BYTES: 2 * source.nbytes, OPERATIONS: 2 * size**3}
-    return {name: amounts[name] / statistics.median(seconds[name]) for name in works}
-
-
-def ratio(seconds: dict[str, list[float]], name: str, against: str) -> float:
-    """Median over the rounds of `name`'s time over `against`'s in the same round."""
-    return statistics.median(a / b for a, b in zip(seconds[name], seconds[against], strict=True))
-
-
-def ratios(seconds: dict[str, list[float]], pairs: list[tuple[str, str]]) -> dict[str, float]:
-    """Each pair's ratio by the name that tables and JSON give it."""
-    return {f"{name} / {against}": ratio(seconds, name, against) for name, against in pairs}
 
 
 def shared_blocks() -> pod.LayerBlocks:
@@ -231,63 +114,15 @@ def random_models(setting: Setting, length: int) -> dict[str, PreTrainedModel]:
     )
     stock = LlamaForCausalLM(config).to(setting.device, setting.dtype).eval()
     return {
-        "PoD": pod.convert(stock, shared_blocks(), SINKS, setting.recent),
-        DENSE: pod.convert(stock, pod.LayerBlocks.dense(LAYERS, KV_HEADS), SINKS, setting.recent),
+        "PoD": pod.convert(stock, shared_blocks(), setting.sinks, setting.recent),
+        DENSE: pod.convert(stock, pod.LayerBlocks.dense(LAYERS, KV_HEADS), setting.sinks, setting.recent),
         STOCK: stock,
     }
-
-
-def new_cache(model: PreTrainedModel, length: int) -> Cache:
-    """An empty cache with room for `length` tokens."""
-    if hasattr(model.config, "share"):
-        return pod.PodCache(model.config, max_length=length)
-    return DynamicCache(config=model.config)
 
 
 def random_ids(model: PreTrainedModel, batch: int, length: int) -> Tensor:
     """[batch, length] token ids, the same at every call."""
     return torch.randint(256, (batch, length), generator=torch.Generator().manual_seed(1)).to(model.device)
-
-
-def fill(cache: Cache, model: PreTrainedModel, batch: int, count: int) -> None:
-    """Put `count` random tokens into every layer of a cache, without attention."""
-    for first in range(0, count, FILLED_AT_ONCE):
-        shape = (batch, KV_HEADS, min(FILLED_AT_ONCE, count - first), model.config.head_dim)
-        k, v = torch.randn(2, *shape, device=model.device, dtype=model.dtype)
-        write(cache, model, k, v, received(cache, model, batch, shape[2]))
-
-
-def received(cache: Cache, model: PreTrainedModel, batch: int, count: int) -> Tensor | None:
-    """Random attention that the slots of a cascade of a dense model, and `count` new tokens, received; else None."""
-    if not isinstance(cache, pod.PodCache) or cache.eviction is None:
-        return None
-    used = min(cache.get_seq_length(), cache.store.cascades.slots)
-    groups = model.config.num_attention_heads // KV_HEADS
-    return torch.rand(KV_HEADS, batch, groups, used + count, device=model.device)
-
-
-def write(cache: Cache, model: PreTrainedModel, k: Tensor, v: Tensor, sums: Tensor | None = None) -> None:
-    """Put the same keys and values [B, H_kv, T, D] into every layer of a cache, without attention."""
-    if not isinstance(cache, pod.PodCache):
-        for layer in range(LAYERS):
-            cache.update(k, v, layer)
-        return
-    cache.begin(model.config, k[:, 0], None, model.model.rotary_emb)
-    for layer in range(LAYERS):
-        if sums is None:
-            cache.write(layer, k, v)
-        else:
-            cache.store.write(layer, k.transpose(0, 1), v.transpose(0, 1), sums)
-    cache.finish()
-
-
-def attend(cache: pod.PodCache, model: PreTrainedModel, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Store the same k, v [B, H_kv, T, D] in every layer and attend from q [B, H, T, D]: a forward's attention."""
-    cache.begin(model.config, k[:, 0], None, model.model.rotary_emb)
-    for layer in range(len(model.model.layers)):
-        out = cache.attend(layer, q, k, v, q, k, q.shape[-1] ** -0.5)
-    cache.finish()
-    return out
 
 
 def dense_attentions(device: str) -> dict[str, Callable[..., Tensor]]:
@@ -328,7 +163,7 @@ def _attention(setting: Setting, length: int, training: bool) -> Measured:
         sizes = queries, keys, keys, queries, keys
         return [setting.random(*size, requires_grad=training) for size in sizes]
 
-    sets, grad = rotated(setting, inputs), setting.random(*queries)
+    sets, grad = rotated(setting.device, inputs), setting.random(*queries)
 
     def work(run: Callable[..., Tensor], used: int) -> None:
         tensors = next(sets)[:used]
@@ -339,7 +174,7 @@ def _attention(setting: Setting, length: int, training: bool) -> Measured:
 
     works = {
         name: partial(
-            work, partial(shared_score_attention, sink_size=SINKS, recent_size=setting.recent, backend=kind), 5
+            work, partial(shared_score_attention, sink_size=setting.sinks, recent_size=setting.recent, backend=kind), 5
         )
         for name, kind in pod_backends(setting).items()
     }
@@ -396,7 +231,7 @@ def decode_attention(setting: Setting, length: int) -> Measured:
     """The attention of one token in all layers, and nothing else, against dense attention to as many keys."""
     batch, itemsize = decoding_rows(setting, length), setting.dtype.itemsize
     models = random_models(setting, 2 * length)
-    new = [setting.random(batch, heads, 1, setting.head_dim) for heads in (setting.heads, KV_HEADS, KV_HEADS)]
+    new = setting.states(batch, 1)
     works: Works = {}
     amounts = {}
     kinds = pod_backends(setting)
@@ -437,8 +272,7 @@ def decode_attention_after_eviction(setting: Setting, length: int) -> Measured:
     """The attention of one token in all layers after a prompt of which most is dropped, against the full cache."""
     batch = setting.batch or 1
     model = random_models(setting, 2 * length)["PoD"]
-    sizes = setting.heads, KV_HEADS, KV_HEADS
-    prompt, new = ([setting.random(batch, n, count, setting.head_dim) for n in sizes] for count in (length, 1))
+    prompt, new = setting.states(batch, length), setting.states(batch, 1)
     works: Works = {}
     for method in (None, *setting.eviction):
         cache = pod.PodCache(model.config, length + setting.rounds + 1, method and pod.eviction.parse(method))
@@ -469,11 +303,10 @@ def cascade_prefill(setting: Setting, length: int) -> Measured:
     model = random_models(setting, length)[DENSE]
     model.model.layers = model.model.layers[:1]
     budget, stride = (max(SHORTEST // 4, min(most, length // part)) for most, part in ((16_384, 16), (4096, 64)))
-    sizes = setting.heads, KV_HEADS, KV_HEADS
-    q, k, v = (setting.random(batch, heads, length, setting.head_dim) for heads in sizes)
+    q, k, v = setting.states(batch, length)
 
     def strides() -> None:
-        cache = pod.PodCache(model.config, eviction=pod.eviction.Cascade(budget // 4 * 4, sinks=SINKS))
+        cache = pod.PodCache(model.config, eviction=pod.eviction.Cascade(budget // 4 * 4, sinks=setting.sinks))
         with cache.prefill():
             for parts in zip(*(tensor.split(stride, dim=2) for tensor in (q, k, v)), strict=True):
                 attend(cache, model, *parts)
@@ -495,7 +328,7 @@ def update(setting: Setting, length: int) -> Measured:
         "PodCache, blocks of one layer": (models[DENSE], new_cache(models[DENSE], room)),
     }
     for budget in CASCADES:
-        method = pod.eviction.Cascade(budget=min(budget, length // 8 * 4), sinks=SINKS)
+        method = pod.eviction.Cascade(budget=min(budget, length // 8 * 4), sinks=setting.sinks)
         cache = pod.PodCache(models[DENSE].config, eviction=method)
         caches[f"cascade:budget={method.budget}"] = models[DENSE], cache
     caches["concatenation"] = models[STOCK], new_cache(models[STOCK], room)
@@ -559,7 +392,6 @@ SETTINGS = {
     "cpu": Setting(
         device="cpu",
         dtype=torch.float32,
-        batch=None,
         rounds=9,
         recent=240,
         eviction=("snapkv:budget=1024",),
@@ -568,7 +400,6 @@ SETTINGS = {
     "cuda": Setting(
         device="cuda",
         dtype=torch.bfloat16,
-        batch=None,
         rounds=15,
         recent=4080,
         eviction=("snapkv:budget=1024", "cake:budget=1024"),
@@ -599,7 +430,7 @@ def run_suite(suite: str, lengths: list[int], setting: Setting, path: Path) -> d
         "dtype": str(setting.dtype).removeprefix("torch."),
         "batch": setting.batch,
         "shared_keys": 2 * shared_blocks().kv_saving,
-        "ceilings": ceilings(setting),
+        "ceilings": timing.ceilings(setting.device, setting.dtype, setting.rounds),
         "results": [],
     }
     for length in lengths:
@@ -608,44 +439,28 @@ def run_suite(suite: str, lengths: list[int], setting: Setting, path: Path) -> d
                 continue
             with torch.no_grad():
                 found = run(setting, length)
-            rates = {
-                name: amount / statistics.median(found.seconds[name]) for name, (amount, _) in found.amounts.items()
-            }
-            facts["results"].append(
-                {
-                    "tokens": length,
-                    "what": run.__name__,
-                    "ratios": ratios(found.seconds, found.pairs),
-                    "rates": {name: {"rate": rate, "unit": found.amounts[name][1]} for name, rate in rates.items()},
-                    "left_out": found.left_out,
-                    "seconds": found.seconds,
-                }
-            )
+            facts["results"].append(found.record(run.__name__, length))
             report.write_json(path, facts)
             if setting.device == "cuda":
                 torch.cuda.empty_cache()
     return facts
 
 
-def main(arguments: list[str] | None = None) -> int:
+@command.exit_status
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", choices=[*SUITES, "all"], required=True)
-    parser.add_argument("--lengths", type=lambda text: [int(n) for n in text.split(",")], help="tokens, by the device")
+    parser.add_argument("--lengths", type=command.numbers, help="tokens, by the device")
     parser.add_argument("--batch", type=int, help="rows (1; where a GPU decodes, half a million tokens of them)")
     parser.add_argument("--rounds", type=int, help="timed rounds (9, on a GPU 15)")
     parser.add_argument("--device", choices=list(SETTINGS), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="bfloat16 on a GPU, float32 elsewhere")
-    parser.add_argument("--out", type=Path, default=report.default_folder("speed"), help="folder to write to")
+    parser.add_argument("--out", type=Path, default=command.default_folder("speed"), help="folder to write to")
     options = parser.parse_args(arguments)
-    try:
-        check_writable(options.out)
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    check_writable(options.out)
     too_few = any(number is not None and number < 1 for number in (options.batch, options.rounds))
     if too_few or min(options.lengths or [SHORTEST]) < SHORTEST:
-        print(f"error: --batch and --rounds are at least 1, --lengths at least {SHORTEST}", file=sys.stderr)
-        return 2
+        raise ValueError(f"--batch and --rounds are at least 1, --lengths at least {SHORTEST}")
     setting = SETTINGS[options.device]
     given = {"batch": options.batch, "rounds": options.rounds, "dtype": options.dtype and getattr(torch, options.dtype)}
     setting = replace(setting, **{name: value for name, value in given.items() if value is not None})
@@ -653,11 +468,11 @@ def main(arguments: list[str] | None = None) -> int:
     for suite in SUITES if options.suite == "all" else [options.suite]:
         lengths = options.lengths or LENGTHS[options.device][suite]
         suites.append(run_suite(suite, lengths, setting, options.out / f"speed-{suite}.json"))
-    page = "\n\n".join([heading(suites[0]), *map(table, suites)])
+    tables = [timing.table(facts["suite"], facts["results"], facts["ceilings"]) for facts in suites]
+    page = "\n\n".join([heading(suites[0]), *tables])
     report.write(options.out / "speed.md", page + "\n")
     print(page)
     print(f"written: {options.out}/speed.md and speed-SUITE.json")
-    return 0
 
 
 def heading(facts: dict) -> str:
@@ -669,30 +484,9 @@ def heading(facts: dict) -> str:
     return (
         f"## {facts['device']}, {datetime.now(UTC):%Y-%m-%d}, commit {commit or 'unknown'}\n\n"
         f"{facts['dtype']}, torch {torch.__version__}, {facts['threads']} threads; {facts['shared_keys']:.0%} of the "
-        f"keys shared. A large copy reached {ceiling[BYTES] / 1e9:,.0f} GB/s, a large product "
-        f"{ceiling[OPERATIONS] / 1e12:,.2f} TFLOP/s."
+        f"keys shared. A large copy reached {ceiling[BYTES] / SCALE[BYTES]:,.0f} {BYTES}, a large product "
+        f"{ceiling[OPERATIONS] / SCALE[OPERATIONS]:,.2f} {OPERATIONS}."
     )
-
-
-def table(facts: dict) -> str:
-    """A line for each ratio; the medians beside it are in milliseconds and belong to this machine at this hour."""
-    rows, rates, notes = [], [], []
-    for measured in facts["results"]:
-        where = [measured["what"].replace("_", " "), f"{measured['tokens']:,}"]
-        for name, value in measured["ratios"].items():
-            one, other = (1e3 * statistics.median(measured["seconds"][part]) for part in name.split(" / "))
-            rows.append([name, *where, f"{value:.3g}", f"{one:.2f}", f"{other:.2f}"])
-        for name, found in measured["rates"].items():
-            rate, unit = found["rate"], found["unit"]
-            rates.append([name, *where, f"{rate / SCALE[unit]:,.3g} {unit}", f"{rate / facts['ceilings'][unit]:.0%}"])
-        notes += [f"Left out: {name} ({why})." for name, why in measured["left_out"].items()]
-    parts = [
-        f"### {facts['suite']}",
-        report.markdown_table(["time by time", "what", "tokens", "ratio", "ms", "by ms"], rows),
-    ]
-    if rates:
-        parts.append(report.markdown_table(["", "what", "tokens", "rate", "of the ceiling"], rates))
-    return "\n\n".join(parts + list(dict.fromkeys(notes)))
 
 
 if __name__ == "__main__":

@@ -25,14 +25,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pod import eviction
 from pod.cache import PodCache
-from pod.evaluation import models, report, runner
+from pod.evaluation import command, models, report, runner
+from pod.evaluation.models import label_of
 from pod.evaluation.passkey import PHRASES, generate_greedily, passkey_accuracy, passkey_prompts
 from pod.evaluation.perplexity import perplexity
+from pod.evaluation.texts import read_text, stretches, token_ids
 from pod.files import check_writable, read_json
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from passkey import default_text, label_of, numbers  # noqa: E402
-from perplexity import stretches, token_ids  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))
+from demo_corpus import held_out_text  # noqa: E402
 
 # As many sinks in the three that keep them, so that only what they keep of the rest differs.
 METHODS = "snapkv+pyramidkv+adakv+sagekv+h2o+tova+cake+quest+streamingllm:sinks=16+lminfinite:sinks=16+cascade:sinks=16"
@@ -114,10 +115,7 @@ def measure(
     length = options.length
     prompts = passkey_prompts(tokenizer, text, length, depths, options.samples, options.phrase, seed=options.seed)
     ids = token_ids(tokenizer, text)
-    config = model.config
-    token_bytes = (
-        2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * torch.finfo(model.dtype).bits // 8
-    )
+    token_bytes = models.dense_token_bytes(model)
     new_tokens = []
 
     def generate(model: PreTrainedModel, input_ids: torch.Tensor, count: int) -> torch.Tensor:
@@ -153,7 +151,7 @@ def run(options: argparse.Namespace) -> list[dict]:
     """
     if options.depths < 2 or min(options.samples, options.texts, options.batch_size, options.stream) < 1:
         raise ValueError("--depths must be at least 2, --samples, --texts, --batch-size and --stream at least 1")
-    text = "".join(report.read_text(path, "--text") for path in options.text) if options.text else default_text()
+    text = "".join(read_text(path, "--text") for path in options.text) if options.text else held_out_text()
     names = ("length", "depths", "samples", "texts", "stream", "phrase", "seed")
     settings = {name: getattr(options, name) for name in names} | {"text": sha256(text.encode()).hexdigest()}
     runner.settle(options.out, settings)
@@ -223,13 +221,14 @@ def draw(rows: list[dict], path: Path) -> None:
     report.save_figure(figure, path, dpi=150, bbox_inches="tight")
 
 
-def main(arguments: list[str] | None = None) -> int:
+@command.exit_status
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ckpt", nargs="+", required=True, help="models, the one to compare with first: DENSE POD")
     parser.add_argument(
         "--methods", default=METHODS, metavar="METHODS", help=f"eviction methods without budgets ({METHODS})"
     )
-    parser.add_argument("--budgets", type=numbers, default=[64, 128, 256], help="tokens kept (64,128,256)")
+    parser.add_argument("--budgets", type=command.numbers, default=[64, 128, 256], help="tokens kept (64,128,256)")
     parser.add_argument("--length", type=int, default=1016, help="tokens of a prompt, and of a text (1016)")
     parser.add_argument("--depths", type=int, default=9, help="depths of the keys, from beginning to end (9)")
     parser.add_argument("--samples", type=int, default=8, help="prompts for each depth (8)")
@@ -240,21 +239,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--batch-size", type=int, default=8, help="prompts generated at once (8)")
     parser.add_argument("--seed", type=int, default=0, help="of keys and text (0)")
     parser.add_argument(
-        "--out", type=Path, default=report.default_folder("trade_off"), help="folder of what is written"
+        "--out", type=Path, default=command.default_folder("trade_off"), help="folder of what is written"
     )
     options = parser.parse_args(arguments)
-    try:
-        check_writable(options.out)
-        rows = run(options)
-        found = table(rows)
-        report.write(options.out / "trade_off.md", found + "\n")
-        draw(rows, options.out / "trade_off.png")
-        print(found)
-        print(f"written: {options.out}/trade_off.json, trade_off.md, trade_off.png")
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    check_writable(options.out)
+    rows = run(options)
+    found = table(rows)
+    report.write(options.out / "trade_off.md", found + "\n")
+    draw(rows, options.out / "trade_off.png")
+    print(found)
+    print(f"written: {options.out}/trade_off.json, trade_off.md, trade_off.png")
 
 
 if __name__ == "__main__":

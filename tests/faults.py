@@ -30,7 +30,6 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 import argparse
 import csv
 import hashlib
-import importlib.util
 import json
 import random
 import shutil
@@ -50,6 +49,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))
 import numpy as np
 import prepare
 import torch
+from scripts import script
 from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaConfig
 
 import pod.checkpoints
@@ -60,7 +60,6 @@ from pod.evaluation.runner import Predictions
 from pod.module import PodModule
 from pod.prepared import PreparedData
 
-ROOT = Path(__file__).resolve().parents[1]
 STEPS, ACCUMULATE, MICRO, LENGTH = 12, 2, 2, 128
 CHECKPOINT_EVERY = 2
 WRITING = 3  # every third kill of training comes inside checkpoint writing
@@ -80,16 +79,7 @@ CONFIG = {
 }
 
 
-def script(name: str):
-    """A script of eval/ as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "eval" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-needle = script("needle")
+needle = script("eval/needle.py")
 
 
 class Failure(AssertionError):

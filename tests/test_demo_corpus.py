@@ -1,20 +1,12 @@
 """The demo's corpus: what is planted is found again, a sample depends on its index alone, splits are apart."""
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
+import demo_corpus
 import numpy as np
 import pytest
 
 from pod.prepared import PreparedData, PreparedDataset
-
-SCRIPT = Path(__file__).parents[1] / "data" / "demo_corpus.py"
-spec = importlib.util.spec_from_file_location("demo_corpus", SCRIPT)
-demo_corpus = importlib.util.module_from_spec(spec)
-sys.modules["demo_corpus"] = demo_corpus  # dataclasses look their module up
-spec.loader.exec_module(demo_corpus)
 
 
 @pytest.fixture(scope="module")

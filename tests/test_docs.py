@@ -2,23 +2,21 @@
 
 import contextlib
 import importlib
-import importlib.util
 import io
 import os
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from scripts import ROOT, script
 from transformers import AutoModelForCausalLM
 
 import pod
 import pod_kernels
 from pod.recipe_loading import recipes
 
-ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 STEPS = ["ANALYZE.md", "FIT.md", "EXPORT.md", "GENERATE.md", "EVALUATE.md"]  # each goes on from those before
@@ -44,8 +42,8 @@ def workplace(tmp_path_factory):
         (folder / name).symlink_to(ROOT / name)
     for name in ("data", "checkpoints"):
         (folder / name).mkdir()
-    for script in (ROOT / "data").glob("*.py"):
-        (folder / "data" / script.name).symlink_to(script)
+    for file in (ROOT / "data").glob("*.py"):
+        (folder / "data" / file.name).symlink_to(file)
     (folder / "checkpoints/tiny-base").symlink_to(ROOT / "checkpoints/tiny-base")
     return folder
 
@@ -73,16 +71,7 @@ def loaded(target):
     """The module of a command's target, `-m pod.fit` or `eval/passkey.py`."""
     if target.startswith("-m "):
         return importlib.import_module(target[3:])
-    path = ROOT / target
-    spec = importlib.util.spec_from_file_location(f"docs_{path.parent.name}_{path.stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    added = [str(path.parent)]  # as Python does for a script
-    sys.path[:0] = added
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(added[0])
-    return module
+    return script(target)
 
 
 def run_command(command):

@@ -3,7 +3,6 @@
 The kills themselves are `faults.py`'s, beside this file.
 """
 
-import importlib.util
 import json
 import os
 import random
@@ -19,7 +18,8 @@ import numpy as np
 import prepare
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
+from scripts import ROOT, save, script, tiny_llama
+from transformers import AutoModelForCausalLM
 
 import pod
 from pod import analyze, export, fit, generate
@@ -28,19 +28,12 @@ from pod.files import check_writable, naming, publish, read_json, replacing
 from pod.prepared import PreparedData
 from pod.sample_writer import SampleWriter
 
-ROOT = Path(__file__).parent.parent
 LENGTH = 64
 
 
-def script(name):
-    """A script of eval/ as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "eval" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-needle, passkey, perplexity, trade_off = map(script, ("needle", "passkey", "perplexity", "trade_off"))
+needle, passkey, perplexity, trade_off = (
+    script(f"eval/{name}.py") for name in ("needle", "passkey", "perplexity", "trade_off")
+)
 
 
 @pytest.mark.slow
@@ -68,23 +61,8 @@ def world(tmp_path_factory):
     with SampleWriter(root / "data", sequence_length=LENGTH, vocab_size=259, tokenizer="bytes") as writer:
         writer.add("train", generator.integers(3, 259, (40, LENGTH)))
         writer.add("validation", generator.integers(3, 259, (4, LENGTH)))
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=259,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        initializer_range=0.2,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
-    LlamaForCausalLM(config).save_pretrained(root / "base")
-    ByT5Tokenizer(extra_ids=0).save_pretrained(root / "base")
+    sizes = {"intermediate_size": 48, "num_hidden_layers": 3, "max_position_embeddings": 1024}
+    save(tiny_llama(**sizes, initializer_range=0.2, tie_word_embeddings=True), root / "base")
     recipe = {
         "name": "faults",
         "description": "A run of a test",

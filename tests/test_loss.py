@@ -17,6 +17,18 @@ def sample(batch=2, length=37, hidden=16, vocab=31, dtype=torch.float32):
     return states, labels, head
 
 
+class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+    """Remembers how many elements the largest tensor has that is made inside."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.numel = max(self.numel, out.numel())
+        return out
+
+
 @pytest.mark.parametrize("chunk", [1, 7, 37, 64])
 def test_value_and_gradients_equal_the_plain_loss(chunk):
     states, labels, head = sample()
@@ -34,21 +46,11 @@ def test_value_and_gradients_equal_the_plain_loss(chunk):
 def test_no_tensor_of_all_logits_is_made():
     states, labels, head = sample(batch=1, length=256, vocab=1000)
     states.requires_grad_()
-    largest = 0
-
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            nonlocal largest
-            out = func(*args, **(kwargs or {}))
-            if isinstance(out, torch.Tensor):
-                largest = max(largest, out.numel())
-            return out
-
-    with Watch():
+    with Largest() as largest:
         total, count = chunked_cross_entropy(states, head, shifted(labels), chunk=16)
         total.backward()
     # The head's weight and its gradient are 16 x 1000; a chunk's logits are too. The whole would be 256 x 1000.
-    assert largest <= 16 * 1000
+    assert largest.numel <= 16 * 1000
     assert count > 0
 
 
@@ -114,20 +116,10 @@ def test_a_students_own_head_teaches_it_nothing():
 def test_distillation_makes_no_tensor_of_all_logits():
     states, labels, head = sample(batch=1, length=256, vocab=1000)
     states.requires_grad_()
-    largest = 0
-
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            nonlocal largest
-            out = func(*args, **(kwargs or {}))
-            if isinstance(out, torch.Tensor):
-                largest = max(largest, out.numel())
-            return out
-
-    with Watch():
+    with Largest() as largest:
         entropy, divergence, _ = chunked_distillation(states, head, states.detach(), head, shifted(labels), chunk=16)
         (entropy + divergence).backward()
-    assert largest <= 16 * 1000
+    assert largest.numel <= 16 * 1000
 
 
 def test_bad_arguments_of_distillation_are_named():

@@ -32,15 +32,6 @@ FAMILIES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tensors this small are slower on several threads, many times so on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def tiny_model(family="llama", attn_implementation="eager", **overrides):
     """A random GQA model whose weights are large enough that its attention is far from uniform."""
     config_class, model_class, extra = FAMILIES[family]

@@ -15,7 +15,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from pod.evaluation import metrics
-from pod.evaluation.runner import Request, tokenise
+from pod.evaluation.runner import Request, as_chat, tokenise
 
 _MULTI_DOCUMENT = (
     "Answer the question based on the given passages. Only give me the answer and do not output any other words.\n\n"
@@ -290,8 +290,7 @@ def make_requests(
         filled = PROMPTS[name].format(context=sample["context"], input=sample["input"])
         text = truncate(tokenizer, filled, max_length)
         if chat:
-            message = [{"role": "user", "content": text}]
-            text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+            text = as_chat(tokenizer, text)
         requests.append(
             Request(
                 key=str(index),

@@ -1,6 +1,5 @@
 """Load what `--ckpt` names, run it with the methods that `--eviction` names, and measure what a cache holds."""
 
-import argparse
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -84,6 +83,16 @@ class Variant:
         return {} if self.method is None else {"eviction": self.name}
 
 
+def label_of(ckpt: str, method: str) -> str:
+    """What a table, picture or progress bar calls a checkpoint with an eviction method."""
+    return Path(ckpt).name + ("" if method == NO_EVICTION else f", {method}")
+
+
+def by_row(nested: dict[str, dict]) -> dict[str, Any]:
+    """[checkpoint][method] -> one entry for each row of a table, by its label."""
+    return {label_of(ckpt, method): values for ckpt, found in nested.items() for method, values in found.items()}
+
+
 def as_pod(model: PreTrainedModel) -> PreTrainedModel:
     """A PoD model with the same weights, none of them copied; a dense one gets blocks of one layer.
 
@@ -116,35 +125,19 @@ def variants(model: PreTrainedModel, methods: list[eviction.Eviction | eviction.
     return found
 
 
-class _Methods(argparse.Action):
-    """`list` prints the methods and ends, whatever other options are missing."""
-
-    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: str, option_string: str | None = None):
-        if values == "list":
-            print(eviction.describe())
-            parser.exit()
-        try:
-            setattr(namespace, self.dest, eviction.parse_all(values))
-        except ValueError as error:
-            raise argparse.ArgumentError(self, str(error)) from error
-
-
-def add_eviction(parser: argparse.ArgumentParser) -> None:
-    """Give a parser `--eviction`: a list of methods, None when it is left out."""
-    parser.add_argument(
-        "--eviction",
-        action=_Methods,
-        metavar="METHOD",
-        help="also with a cache that keeps some tokens only, such as snapkv:budget=256,window=16; several methods are "
-        "separated by +; `list` shows all",
-    )
-
-
 def cache_bytes(cache: Cache) -> int:
     """Bytes of the keys and values that a cache holds, measured on its tensors."""
     if isinstance(cache, PodCache):
         return cache.nbytes()
     return sum(part.untyped_storage().nbytes() for layer in cache.layers for part in (layer.keys, layer.values))
+
+
+def dense_token_bytes(model: PreTrainedModel) -> int:
+    """Bytes of a token's keys and values in every layer and KV head, in the model's precision."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * dim * model.dtype.itemsize
 
 
 @torch.inference_mode()
@@ -163,9 +156,6 @@ def measured_saving(model: PreTrainedModel, input_ids: torch.Tensor, cache: Cach
     if cache is None and isinstance(getattr(model, "model", None), PodModel):
         cache = PodCache(model.config, max_length=input_ids.shape[1])
     output = model(input_ids.to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
-    config = model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     size = cache_bytes(output.past_key_values)
-    dense = 2 * config.num_hidden_layers * heads * dim * model.dtype.itemsize * input_ids.shape[1]
+    dense = dense_token_bytes(model) * input_ids.shape[1]
     return {"tokens": input_ids.shape[1], "bytes": size, "dense_bytes": dense, "saving": 1 - size / dense}

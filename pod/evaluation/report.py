@@ -1,4 +1,4 @@
-"""How texts are read and results written down: JSON, a Markdown table, heat maps and curves."""
+"""How results are written down: JSON, a Markdown table, heat maps and curves."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,26 +10,6 @@ from pod.files import replacing, write_text
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-
-def default_folder(script: str) -> Path:
-    """Where a script writes when not told: runs/eval/SCRIPT."""
-    return Path("runs") / "eval" / script
-
-
-def read_text(path: Path, option: str) -> str:
-    """A UTF-8 file that a command-line option names.
-
-    Raises:
-        ValueError: it is not there, no file, or no UTF-8; names the option, the path and what to give instead.
-    """
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        reason = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror
-        raise ValueError(f"{option} {path}: {reason}; give the path of a UTF-8 text file") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{option} {path}: not UTF-8 ({error.reason} at byte {error.start}); convert it") from error
 
 
 def write(path: Path, text: str) -> None:

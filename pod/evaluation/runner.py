@@ -21,6 +21,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pod.evaluation import report
+from pod.evaluation.models import Variant
 from pod.files import naming, read_json, replacing
 
 
@@ -173,6 +174,37 @@ def predict(
             bar.update(sum(len(ids) for ids, _ in batch))
             start += len(batch)
     return predictions.merge(keys)
+
+
+def predict_each(
+    variants: Iterable[Variant],
+    tokenizer: PreTrainedTokenizerBase,
+    requests: Sequence[Request],
+    out: Path,
+    name: str,
+    batch_size: int,
+) -> dict[Variant, list[dict[str, Any]] | None]:
+    """`predict` with every eviction method, the set's `name` in the method's folder of `out`."""
+    return {
+        variant: predict(
+            variant.model,
+            tokenizer,
+            requests,
+            Predictions(variant.folder(out), name),
+            batch_size=batch_size,
+            cache_factory=variant.cache_factory,
+            label=variant.label,
+        )
+        for variant in variants
+    }
+
+
+def as_chat(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """The text as a user's turn, up to where the answer begins; as it is where the tokenizer has no chat template."""
+    if not tokenizer.chat_template:
+        return text
+    message = [{"role": "user", "content": text}]
+    return tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, request: Request) -> list[int]:

@@ -1,47 +1,25 @@
 """The demo's driver, run whole on a random model in seconds; what it claims about the shipped one is its own report."""
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 import torch
-from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
+from scripts import save, script, tiny_llama
+from transformers import LlamaForCausalLM
 
 import pod
-
-SCRIPT = Path(__file__).parents[2] / "eval" / "demo.py"
 
 
 @pytest.fixture(scope="module")
 def demo():
-    spec = importlib.util.spec_from_file_location("demo", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("eval/demo.py")
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("base")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=259,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=6,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=256,
-        initializer_range=0.1,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    ByT5Tokenizer(extra_ids=0).save_pretrained(folder)
-    return folder
+    sizes = {"intermediate_size": 48, "num_hidden_layers": 6, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = tiny_llama(**sizes, head_dim=16, max_position_embeddings=256, initializer_range=0.1)
+    return save(model, tmp_path_factory.mktemp("base"))
 
 
 def test_window_mask(demo):

@@ -1,66 +1,34 @@
 """Eviction methods in the evaluation scripts: the caches, where results go, streams in bounded memory, trade-offs."""
 
-import importlib
 import json
 import math
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from scripts import save, script, tiny_llama
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import pod
 from pod import eviction
 from pod.evaluation import models, runner
 from pod.evaluation.perplexity import perplexity
+from pod.evaluation.texts import stretches, token_ids
 
-ROOT = Path(__file__).parents[2]
 TEXT = "".join(f"def function_{n}(x):\n    return x * {n % 7}\n\n" for n in range(60))
 STORY = "The old clock had stopped. Nobody knew why or when. They left it as it was. "
 SNAPKV = "snapkv:budget=48,window=8"
 H2O = "h2o:budget=48"
 
 
-def script(name):
-    """A module of eval/, as `python eval/NAME.py` finds its neighbours."""
-    if str(ROOT / "eval") not in sys.path:
-        sys.path.insert(0, str(ROOT / "eval"))
-    spec = importlib.util.spec_from_file_location(f"eval_{name}", ROOT / "eval" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def dense_model():
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=259,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.3,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
-    return LlamaForCausalLM(config).eval()
-
-
 @pytest.fixture(scope="module")
 def dense():
-    return dense_model()
+    return tiny_llama(seed=3)
 
 
 @pytest.fixture(scope="module")
-def dense_ckpt(dense, tokenizer, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ckpt") / "dense"
-    dense.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+def dense_ckpt(dense, tmp_path_factory):
+    return save(dense, tmp_path_factory.mktemp("ckpt") / "dense")
 
 
 @pytest.fixture
@@ -121,11 +89,11 @@ def test_variants_that_cannot_be(model):
 @pytest.mark.parametrize("name", ["passkey", "perplexity", "longbench", "ruler", "needle"])
 def test_every_script_lists_the_methods_and_names_the_closest(name, capsys):
     with pytest.raises(SystemExit) as ended:
-        script(name).main(["--eviction", "list"])
+        script(f"eval/{name}.py").main(["--eviction", "list"])
     assert ended.value.code == 0
     assert capsys.readouterr().out == eviction.describe() + "\n"
     with pytest.raises(SystemExit) as ended:
-        script(name).main(["--ckpt", "x", "--eviction", f"{SNAPKV}+snapvk:budget=4"])
+        script(f"eval/{name}.py").main(["--ckpt", "x", "--eviction", f"{SNAPKV}+snapvk:budget=4"])
     assert ended.value.code == 2
     assert "did you mean 'snapkv'" in capsys.readouterr().err
 
@@ -134,7 +102,7 @@ def test_every_script_lists_the_methods_and_names_the_closest(name, capsys):
 
 
 def test_passkey_rows_by_checkpoint_and_method(ckpt, dense_ckpt, text, tmp_path, capsys, monkeypatch):
-    passkey = script("passkey")
+    passkey = script("eval/passkey.py")
     used = []
 
     def generate(model, ids, count, cache):
@@ -235,7 +203,7 @@ def test_memory_does_not_grow_over_a_stream(method, model, monkeypatch):
 
 
 def test_perplexity_script_streams_whole_files(dense_ckpt, text, tmp_path, capsys):
-    perplexity_script = script("perplexity")
+    perplexity_script = script("eval/perplexity.py")
     other = tmp_path / "other.py"
     other.write_text(TEXT[:301])
     methods = "streamingllm:budget=32+cascade:budget=24,sinks=8"
@@ -251,7 +219,7 @@ def test_perplexity_script_streams_whole_files(dense_ckpt, text, tmp_path, capsy
     assert len({one["loss"] for one in found.values()}) == 3
     # Without eviction it is the stock model's own loss.
     ids = torch.tensor(list(TEXT[:301].encode()))[None] + 3
-    logits = dense_model()(ids).logits[0, :-1].detach().double()
+    logits = tiny_llama(seed=3)(ids).logits[0, :-1].detach().double()
     assert found["none"]["loss"] == pytest.approx(float(nn.functional.cross_entropy(logits, ids[0, 1:])), rel=1e-5)
     assert found["none"]["bits_per_byte"] == pytest.approx(found["none"]["loss"] / math.log(2))
     assert "| dense, cascade:budget=24,sinks=8 |" in capsys.readouterr().out
@@ -285,7 +253,7 @@ def test_a_folder_for_each_method(name, ckpt, model, tokenizer, tmp_path, capsys
         "longbench": (["--tasks", "hotpotqa", "--data", str(data), "--max-length", "200"], "hotpotqa"),
     }
     more, set_ = runs[name]
-    main, out = script(name).main, tmp_path / name
+    main, out = script(f"eval/{name}.py").main, tmp_path / name
     arguments = ["--ckpt", str(ckpt), "--out", str(out), *more]
     assert main(arguments) == 0
     plain = (out / f"{set_}.jsonl").read_bytes()
@@ -324,7 +292,7 @@ def test_a_folder_for_each_method(name, ckpt, model, tokenizer, tmp_path, capsys
 
 
 def test_score_only_takes_one_folder(tmp_path, capsys):
-    assert script("longbench").main(["--out", str(tmp_path), "--score-only", "--eviction", SNAPKV]) == 2
+    assert script("eval/longbench.py").main(["--out", str(tmp_path), "--score-only", "--eviction", SNAPKV]) == 2
     assert "--score-only scores one folder" in capsys.readouterr().err
 
 
@@ -332,7 +300,7 @@ def test_score_only_takes_one_folder(tmp_path, capsys):
 
 
 def test_every_method_keeps_the_budget_in_all():
-    trade_off = script("trade_off")
+    trade_off = script("eval/trade_off.py")
     for text in trade_off.METHODS.split("+"):
         method = trade_off.with_budget(text, 64)
         assert method.budget + (16 if isinstance(method, eviction.Cascade) else 0) == 64
@@ -344,7 +312,7 @@ def test_every_method_keeps_the_budget_in_all():
 
 
 def test_the_trade_off_goes_on_where_it_was_killed(ckpt, dense_ckpt, text, tmp_path, capsys, monkeypatch):
-    trade_off = script("trade_off")
+    trade_off = script("eval/trade_off.py")
     out = tmp_path / "out"
     arguments = [
         "--ckpt",
@@ -389,9 +357,9 @@ def test_the_trade_off_goes_on_where_it_was_killed(ckpt, dense_ckpt, text, tmp_p
         if "=40" in small["eviction"] or "=36" in small["eviction"]:
             assert small["text_bytes"] < large["text_bytes"] < plain[small["ckpt"]]["text_bytes"]
     # Quality: the plain row is the model's own loss on the same texts.
-    ids = script("perplexity").token_ids(models.load(str(dense_ckpt))[1], TEXT)
-    (rows,) = script("perplexity").stretches(ids, 150, 2, 8)
-    logits = dense_model()(rows).logits[:, :-1].detach().double()
+    ids = token_ids(models.load(str(dense_ckpt))[1], TEXT)
+    (rows,) = stretches(ids, 150, 2, 8)
+    logits = tiny_llama(seed=3)(rows).logits[:, :-1].detach().double()
     loss = float(nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()))
     assert plain[str(dense_ckpt)]["bits_per_byte"] == pytest.approx(loss / math.log(2), rel=1e-5)
     printed = capsys.readouterr().out

@@ -1,41 +1,25 @@
 """The sweep over thresholds, proximal sizes and savings, on a random model in seconds."""
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
+from scripts import save, script, tiny_llama
 
 import pod
-
-SCRIPT = Path(__file__).parents[2] / "eval" / "figure4.py"
 
 
 @pytest.fixture(scope="module")
 def figure4():
-    spec = importlib.util.spec_from_file_location("figure4", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    path = list(sys.path)
-    spec.loader.exec_module(module)
-    yield module
-    sys.path[:] = path
+    return script("eval/figure4.py")
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("base")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=259, hidden_size=32, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, max_position_embeddings=256, initializer_range=0.1, bos_token_id=None,
-        eos_token_id=1, pad_token_id=0,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
-    ByT5Tokenizer(extra_ids=0).save_pretrained(folder)
-    return folder
+    sizes = {"num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    return save(
+        tiny_llama(**sizes, max_position_embeddings=256, initializer_range=0.1), tmp_path_factory.mktemp("base")
+    )
 
 
 @pytest.mark.slow

@@ -1,29 +1,22 @@
 """`eval/grouping.py` on a model of a few layers: its numbers, counted again."""
 
 import json
-import sys
-from pathlib import Path
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
+from scripts import save, script, tiny_llama
 
 import pod
 from pod.prepared import PreparedDataset
 from pod.sample_writer import SampleWriter
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "eval"))
-import grouping  # noqa: E402
+grouping = script("eval/grouping.py")
 
 
 def test_rows_are_what_they_say(tmp_path, capsys):
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(vocab_size=259, num_hidden_layers=5, head_dim=8, initializer_range=0.3, **sizes)
-    model = LlamaForCausalLM(config).eval()
-    model.save_pretrained(tmp_path / "base")
-    ByT5Tokenizer(extra_ids=0).save_pretrained(tmp_path / "base")
+    model = tiny_llama(intermediate_size=48, num_hidden_layers=5, head_dim=8)
+    save(model, tmp_path / "base")
     similarity = torch.rand(2, 5, 5).tril(-1)
     similarity = similarity + similarity.mT + torch.eye(5)
     save_file({"similarity": similarity}, tmp_path / "similarity.safetensors")

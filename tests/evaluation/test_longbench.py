@@ -1,6 +1,5 @@
 """LongBench end to end on a tiny model: prompts, truncation, stop rules, resuming, processes, data errors, scores."""
 
-import importlib.util
 import json
 import os
 import signal
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from scripts import ROOT, script
 from tokenizers import Tokenizer, decoders, models
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
@@ -20,16 +20,6 @@ import pod
 from pod.evaluation import longbench, runner
 from pod.evaluation import models as evaluated
 from pod.evaluation.runner import Predictions, Request, predict
-
-ROOT = Path(__file__).parent.parent.parent
-SCRIPT = ROOT / "eval" / "longbench.py"
-
-
-def load_script(path: Path = SCRIPT):
-    spec = importlib.util.spec_from_file_location(f"eval_{path.stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def sample(task: str, index: int, words: int = 10) -> dict:
@@ -378,11 +368,11 @@ def arguments(ckpt, data, out, *more) -> list[str]:
 
 
 def test_the_script_end_to_end(ckpt, tmp_path, capsys):
-    script = load_script()
+    command = script("eval/longbench.py")
     tasks = ["hotpotqa", "trec", "samsum", "lcc", "qasper_e"]
     data = write_data(tmp_path / "data", tasks, 3)
     out = tmp_path / "out"
-    assert script.main(arguments(ckpt, data, out, "--tasks", *tasks, "--limit", "2", "--batch-size", "2")) == 0
+    assert command.main(arguments(ckpt, data, out, "--tasks", *tasks, "--limit", "2", "--batch-size", "2")) == 0
     result = json.loads((out / "scores.json").read_text())
     assert result["samples"] == dict.fromkeys(tasks, 2)
     assert set(result["scores"]["qasper_e"]) == {"0-4k", "4-8k", "8k+"}
@@ -393,9 +383,9 @@ def test_the_script_end_to_end(ckpt, tmp_path, capsys):
     assert [row["_id"] for row in rows] == ["hotpotqa-0", "hotpotqa-1"]
     rows[0]["pred"] = "word0"
     (out / "hotpotqa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert script.main(["--out", str(out), "--score-only", "--tasks", "hotpotqa"]) == 0
+    assert command.main(["--out", str(out), "--score-only", "--tasks", "hotpotqa"]) == 0
     assert json.loads((out / "scores.json").read_text())["scores"] == {"hotpotqa": 50.0}
-    assert script.main(["--out", str(out), "--score-only"]) == 0  # all that is there
+    assert command.main(["--out", str(out), "--score-only"]) == 0  # all that is there
     assert list(json.loads((out / "scores.json").read_text())["scores"]) == [
         "hotpotqa",
         "trec",
@@ -407,12 +397,12 @@ def test_the_script_end_to_end(ckpt, tmp_path, capsys):
     for row in rows:
         del row["key"], row["_id"]
     (out / "hotpotqa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert script.main(["--out", str(out), "--score-only", "--tasks", "hotpotqa"]) == 0
+    assert command.main(["--out", str(out), "--score-only", "--tasks", "hotpotqa"]) == 0
     assert json.loads((out / "scores.json").read_text())["scores"] == {"hotpotqa": 50.0}
 
 
 def test_the_script_says_what_is_wrong(ckpt, tmp_path, capsys, monkeypatch):
-    script = load_script()
+    command = script("eval/longbench.py")
     data = write_data(tmp_path / "data", ["hotpotqa", "dureader"], 1)
     out = tmp_path / "out"
     monkeypatch.setitem(sys.modules, "jieba", None)
@@ -427,14 +417,14 @@ def test_the_script_says_what_is_wrong(ckpt, tmp_path, capsys, monkeypatch):
         (arguments(ckpt, data, tmp_path / "none", "--tasks", "hotpotqa", "--limit", "0"), "at least 1 sample"),
     ]
     for given, message in cases:
-        assert script.main(given) == 2
+        assert command.main(given) == 2
         assert message in capsys.readouterr().err, given
 
 
 def run_script(arguments: list[str], **environment: str) -> subprocess.Popen:
     env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"} | environment
     return subprocess.Popen(
-        [sys.executable, str(SCRIPT), *arguments],
+        [sys.executable, "eval/longbench.py", *arguments],
         env=env,
         cwd=ROOT,
         stdout=subprocess.DEVNULL,

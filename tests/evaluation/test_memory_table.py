@@ -1,11 +1,10 @@
 """PoD's Table 2: the arithmetic against bytes measured on a CPU, and what the script writes."""
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 import torch
+from scripts import script
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import pod
@@ -13,13 +12,13 @@ from pod import eviction
 from pod.evaluation import memory
 from pod.shape import KNOWN_CONFIGS, Shape
 
-SCRIPT = Path(__file__).parents[2] / "eval" / "memory.py"
 CONFIG = {
     "model_type": "llama", "vocab_size": 200, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512,
     "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0, "tie_word_embeddings": False,
 }  # fmt: skip
 SINKS, RECENT = 2, 14
+memory_script = script("eval/memory.py")
 
 
 def model_of(blocks, dtype=torch.float32, **changes):
@@ -33,14 +32,6 @@ def row_of(model, prompt, output, **options):
         Shape.from_config(model.config.to_dict()), model.config.blocks, prompt, output, SINKS, RECENT,
         itemsize=model.dtype.itemsize, fused=False, **options,
     )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("memory_script", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_tensor_bytes_counts_what_lives():
@@ -150,13 +141,13 @@ def test_whole_logits_alone_make_the_batch_halve_with_the_prompt():
     assert short == int((76 * 2**30 - 2 * 8030261248) / (10239 * 131072 + 2048 * 128256 * 6 + 2048 * 4096 * 2)) == 22
 
 
-def test_script(script, tmp_path, capsys):
+def test_script(tmp_path, capsys):
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIG))
     arguments = ["--model", str(folder), "--memory", "400KB", "--lengths", "16", "--output", "1", "--sinks", "2"]
     arguments += ["--recent", "6", "--eviction", "snapkv:budget=12,window=4", "--dtype", "float32", "--measure"]
-    assert script.main([*arguments, "--out", str(tmp_path / "out")]) == 0
+    assert memory_script.main([*arguments, "--out", str(tmp_path / "out")]) == 0
     result = json.loads((tmp_path / "out" / "memory.json").read_text())
     assert list(result["rows"]) == [
         "dense, lean", "PoD, lean", "PoD + SnapKV(12), lean", "dense, whole logits", "PoD, whole logits"
@@ -171,8 +162,8 @@ def test_script(script, tmp_path, capsys):
     assert (tmp_path / "out" / "memory.png").stat().st_size > 5000
 
 
-def test_script_for_the_papers_model(script, tmp_path, capsys):
-    assert script.main(["--model", "llama3-8b", "--memory", "80GB", "--out", str(tmp_path)]) == 0
+def test_script_for_the_papers_model(tmp_path, capsys):
+    assert memory_script.main(["--model", "llama3-8b", "--memory", "80GB", "--out", str(tmp_path)]) == 0
     result = json.loads((tmp_path / "memory.json").read_text())
     assert result["published"]["2048"] == [25, 33] and result["reserved"] == 4 * 2**30
     batches = {name: [cell["batch"] for cell in row["cells"]] for name, row in result["rows"].items()}
@@ -194,6 +185,6 @@ def test_script_for_the_papers_model(script, tmp_path, capsys):
         (["--model", "llama3-8b", "--eviction", "snapkw:budget=9"], "snapkv"),
     ],
 )
-def test_script_refuses_clearly(script, arguments, message, capsys, tmp_path):
-    assert script.main([*arguments, "--out", str(tmp_path)]) == 2
+def test_script_refuses_clearly(arguments, message, capsys, tmp_path):
+    assert memory_script.main([*arguments, "--out", str(tmp_path)]) == 2
     assert message in capsys.readouterr().err

@@ -1,15 +1,11 @@
 """The needle in a haystack: where it stands, how long the prompt is, how it is scored."""
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
+from scripts import script
 
-ROOT = Path(__file__).parent.parent.parent
-SPEC = importlib.util.spec_from_file_location("eval_needle", ROOT / "eval" / "needle.py")
-needle = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(needle)
+needle = script("eval/needle.py")
 STORY = "The old clock had stopped. Nobody knew why or when. They left it as it was. "
 DEPTHS = [0.0, 2.9, 33.0, 50.0, 97.1, 100.0]
 

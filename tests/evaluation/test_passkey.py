@@ -1,50 +1,30 @@
 """Pass-key prompts and their scoring, perplexity, and the two scripts."""
 
-import importlib.util
 import json
 import math
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from scripts import ROOT, save, script, tiny_llama
 from torch import nn
-from transformers import ByT5Tokenizer, DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache
 
 import pod
 from pod.evaluation import models
 from pod.evaluation.passkey import PHRASES, generate_greedily, passkey_accuracy, passkey_prompts
 from pod.evaluation.perplexity import perplexity, token_losses
-from pod.evaluation.report import markdown_table, read_text
+from pod.evaluation.report import markdown_table
+from pod.evaluation.texts import read_text
 
-ROOT = Path(__file__).parents[2]
 TEXT = "".join(f"def function_{n}(x):\n    return x * {n % 7}\n\n" for n in range(200))
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    return ByT5Tokenizer(extra_ids=0)
-
-
-@pytest.fixture(scope="module")
 def dense():
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=259,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        initializer_range=0.2,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
-    return LlamaForCausalLM(config).eval()
+    return tiny_llama(intermediate_size=48, num_hidden_layers=3, head_dim=8, initializer_range=0.2)
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +33,8 @@ def shared(dense):
 
 
 @pytest.fixture(scope="module")
-def ckpt(shared, tokenizer, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ckpt") / "shared"
-    shared.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+def ckpt(shared, tmp_path_factory):
+    return save(shared, tmp_path_factory.mktemp("ckpt") / "shared")
 
 
 @pytest.mark.parametrize("phrase", list(PHRASES))
@@ -260,17 +237,14 @@ def test_passkey_script(ckpt, tmp_path):
     assert failed.returncode == 2 and "no model" in failed.stderr and "Traceback" not in failed.stderr
 
 
-def test_the_cascade_papers_protocol(ckpt, tmp_path, capsys, monkeypatch):
-    spec = importlib.util.spec_from_file_location("eval_passkey", ROOT / "eval" / "passkey.py")
-    script = importlib.util.module_from_spec(spec)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    spec.loader.exec_module(script)
-    protocol = script.PROTOCOLS["cascade"]
+def test_the_cascade_papers_protocol(ckpt, tmp_path, capsys):
+    passkey = script("eval/passkey.py")
+    protocol = passkey.PROTOCOLS["cascade"]
     assert protocol["lengths"] == [32768, 65536, 131072, 262144, 524288, 1048576]
     assert len(protocol["lengths"]) * protocol["depths"] * protocol["samples"] == 600, "the paper's retrievals"
     method = "cascade:budget=64,sinks=8,num_cascades=8,stride=32"
     arguments = ["--ckpt", str(ckpt), "--protocol", "cascade", "--eviction", method, "--out", str(tmp_path)]
-    assert script.main([*arguments, "--lengths", "200,400", "--samples", "2", "--batch-size", "10"]) == 0
+    assert passkey.main([*arguments, "--lengths", "200,400", "--samples", "2", "--batch-size", "10"]) == 0
     result = json.loads((tmp_path / "passkey.json").read_text())
     assert result["phrase"] == "sentence" and result["samples"] == 2
     assert result["depths"] == [[0, 0.2], [0.2, 0.4], [0.4, 0.6], [0.6, 0.8], [0.8, 1]]

@@ -1,7 +1,6 @@
 """RULER: every answer is found again in the text by other means, lengths are as asked for, and a seed decides all."""
 
 import argparse
-import importlib.util
 import json
 import random
 import re
@@ -10,21 +9,16 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from scripts import script
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from pod.evaluation import ruler
+from pod.evaluation import questions, ruler, ruler_tasks
+from pod.evaluation.haystack import Haystack
+from pod.evaluation.ruler_tasks import TASKS
 
-ROOT = Path(__file__).parent.parent.parent
-MADE_UP = [name for name, task in ruler.TASKS.items() if task.needs in (None, "haystack")]
+MADE_UP = [name for name, task in TASKS.items() if task.needs in (None, "haystack")]
 STORY = "The old clock had stopped. Nobody knew why, or when! Was it the damp? They left it as it was. "
-
-
-def load_script(name: str):
-    spec = importlib.util.spec_from_file_location(f"eval_{name}", ROOT / "eval" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +30,7 @@ def words():
 
 
 def source_of(task: str):
-    return ruler.Haystack(STORY * 40) if task in MADE_UP and ruler.TASKS[task].needs == "haystack" else None
+    return Haystack(STORY * 40) if task in MADE_UP and TASKS[task].needs == "haystack" else None
 
 
 def make(tokenizer, task, length, samples=1, **options):
@@ -123,7 +117,7 @@ def test_the_wording_of_one_and_of_several_needles(words):
     assert re.fullmatch(r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}", uuids[0])
 
 
-@pytest.mark.parametrize("task", [name for name, task in ruler.TASKS.items() if task.has_phrases])
+@pytest.mark.parametrize("task", [name for name, task in TASKS.items() if task.has_phrases])
 def test_a_needle_in_the_words_of_a_pass_key(tokenizer, task):
     """The demo's model knows these only: lines `#key ab=48213`, asked for by `#get ab=`."""
     value = r"[0-9a-f-]{36}" if task in ("niah_single_3", "niah_multikey_3") else r"\d{5}"
@@ -147,7 +141,7 @@ def test_the_other_phrase_is_taken_too(words):
 
 def test_the_needle_of_a_phrase_may_stand_after_any_word(words):
     """Code has few ends of sentences; RULER's own needles stand at these only."""
-    rare = ruler.Haystack(("x = y + z\n" * 25 + "Done.\n") * 16)
+    rare = Haystack(("x = y + z\n" * 25 + "Done.\n") * 16)
     places = {
         "key": lambda text: text.index("\n#key"),
         None: lambda text: text.index("One of the special magic"),
@@ -170,18 +164,18 @@ def test_needles_stand_between_sentences_at_all_depths(words):
 
 
 def test_other_needles_never_have_the_key_asked_for(words, monkeypatch):
-    monkeypatch.setattr(ruler, "ADJECTIVES", ["red", "blue"])
-    monkeypatch.setattr(ruler, "NOUNS", ["fox", "hen"])
+    monkeypatch.setattr(ruler_tasks, "ADJECTIVES", ["red", "blue"])
+    monkeypatch.setattr(ruler_tasks, "NOUNS", ["fox", "hen"])
     for request in make(words, "niah_multikey_2", 1024, 5):
         assert set(request.record["answers"]) == answers_in("niah_multikey_2", request.text)
 
 
 def test_a_haystack_without_sentences_and_a_short_one(words):
     for text in ("word " * 500, "x"):
-        for request in make(words, "niah_multivalue", 1024, 3, source=ruler.Haystack(text)):
+        for request in make(words, "niah_multivalue", 1024, 3, source=Haystack(text)):
             assert set(request.record["answers"]) == answers_in("niah_multivalue", request.text)
     with pytest.raises(ValueError, match="haystack is empty"):
-        ruler.Haystack(" \n")
+        Haystack(" \n")
 
 
 def test_the_answer_prefix_follows_the_chat_template(words):
@@ -233,7 +227,7 @@ def hotpot_file(folder: Path) -> Path:
 
 
 def test_questions_over_documents(words, tmp_path):
-    squad, hotpot = ruler.read_squad(squad_file(tmp_path)), ruler.read_hotpotqa(hotpot_file(tmp_path))
+    squad, hotpot = questions.read_squad(squad_file(tmp_path)), questions.read_hotpotqa(hotpot_file(tmp_path))
     assert len(squad.items) == 24 and len(squad.documents) == 24
     assert squad.items[0][1:] == (["Town0x0"], [0], [1, 2, 3, 4, 5])
     assert len(hotpot.items) == 5 and hotpot.items[1][2] == [3, 4, 5]
@@ -253,13 +247,13 @@ def test_questions_over_documents(words, tmp_path):
 @pytest.mark.parametrize(
     ("read", "content", "message"),
     [
-        (ruler.read_squad, "{", "broken JSON"),
-        (ruler.read_squad, '{"version": 1}', "not SQuAD 2.0: field 'data' is missing"),
-        (ruler.read_squad, '{"data": [{"paragraphs": [{"qas": []}]}]}', "field 'context' is missing"),
-        (ruler.read_squad, '{"data": []}', "no question with an answer"),
-        (ruler.read_squad, "[1]", "not SQuAD"),
-        (ruler.read_hotpotqa, '[{"question": "q", "context": []}]', "not HotpotQA: field 'answer' is missing"),
-        (ruler.read_hotpotqa, '[{"context": [["only a title"]]}]', "not HotpotQA"),
+        (questions.read_squad, "{", "broken JSON"),
+        (questions.read_squad, '{"version": 1}', "not SQuAD 2.0: field 'data' is missing"),
+        (questions.read_squad, '{"data": [{"paragraphs": [{"qas": []}]}]}', "field 'context' is missing"),
+        (questions.read_squad, '{"data": []}', "no question with an answer"),
+        (questions.read_squad, "[1]", "not SQuAD"),
+        (questions.read_hotpotqa, '[{"question": "q", "context": []}]', "not HotpotQA: field 'answer' is missing"),
+        (questions.read_hotpotqa, '[{"context": [["only a title"]]}]', "not HotpotQA"),
     ],
 )
 def test_wrong_question_files_are_named(tmp_path, read, content, message):
@@ -307,19 +301,19 @@ def test_scores():
 def test_the_table_has_an_average(tmp_path, capsys):
     options = argparse.Namespace(lengths=[512, 1024], samples=3, seed=0, phrase=None)
     scores = {"vt": {512: 50.0, 1024: 0.0}, "cwe": {512: 100.0, 1024: 25.0}}
-    load_script("ruler").write_scores(scores, options, tmp_path)
+    script("eval/ruler.py").write_scores(scores, options, tmp_path)
     assert "| average | 75.00 | 12.50 |" in capsys.readouterr().out
     assert json.loads((tmp_path / "scores.json").read_text())["averages"] == {"512": 75.0, "1024": 12.5}
 
 
 def test_the_script_end_to_end(ckpt, tmp_path, capsys):
-    script = load_script("ruler")
+    command = script("eval/ruler.py")
     out = tmp_path / "out"
     story = tmp_path / "story.txt"
     story.write_text(STORY * 20)
     arguments = ["--ckpt", str(ckpt), "--out", str(out), "--lengths", "512", "600", "--samples", "2"]
     arguments += ["--batch-size", "2", "--tasks", "niah_single_2", "--haystack", str(story)]
-    assert script.main(arguments) == 0
+    assert command.main(arguments) == 0
     assert json.loads((out / "scores.json").read_text())["scores"] == {"niah_single_2": {"512": 0.0, "600": 0.0}}
     assert (out / "scores.md").read_text().startswith("| task | 512 | 600 |")
     assert (out / "scores.png").stat().st_size > 1000
@@ -328,19 +322,19 @@ def test_the_script_end_to_end(ckpt, tmp_path, capsys):
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     rows[1]["pred"] = f"It is {rows[1]['answers'][0]}."
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert script.main(arguments) == 0
+    assert command.main(arguments) == 0
     assert json.loads((out / "scores.json").read_text())["scores"]["niah_single_2"] == {"512": 0.0, "600": 50.0}
-    assert script.main([*arguments, "--seed", "1"]) == 2
+    assert command.main([*arguments, "--seed", "1"]) == 2
     assert "predictions with seed 0, now it is 1" in capsys.readouterr().err
-    assert script.main([*arguments, "--phrase", "key"]) == 2
+    assert command.main([*arguments, "--phrase", "key"]) == 2
     assert "predictions with phrase None, now it is 'key'" in capsys.readouterr().err
-    assert script.main(["--ckpt", str(ckpt), "--tasks", "qa_2"]) == 2
+    assert command.main(["--ckpt", str(ckpt), "--tasks", "qa_2"]) == 2
     assert "qa_2 needs --hotpotqa FILE" in capsys.readouterr().err
 
 
 def test_several_models_and_methods_in_one_table(ckpt, tmp_path, capsys, monkeypatch):
     """Two processes, model by model: whoever ends last prints what is in everyone's files."""
-    script = load_script("ruler")
+    command = script("eval/ruler.py")
     out, method = tmp_path / "out", "snapkv:budget=32,window=8"
     other = shutil.copytree(ckpt, tmp_path / "other")
     arguments = ["--ckpt", str(other), str(ckpt), "--out", str(out), "--lengths", "100", "240", "--samples", "2"]
@@ -351,7 +345,7 @@ def test_several_models_and_methods_in_one_table(ckpt, tmp_path, capsys, monkeyp
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in range(2):
         monkeypatch.setenv("RANK", str(rank))
-        assert script.main(arguments) == 0
+        assert command.main(arguments) == 0
         assert (out / "comparison.md").exists() == (rank == 1)
     folders = [out / name / part for name in ("other", "tiny") for part in ("", method.replace(":", "-"))]
     for number, folder in enumerate(folders):
@@ -361,7 +355,7 @@ def test_several_models_and_methods_in_one_table(ckpt, tmp_path, capsys, monkeyp
         for row in rows[: number % 3]:
             row["pred"] = f"{row['answers'][0]}!"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert script.main(arguments) == 0
+    assert command.main(arguments) == 0
     caption, _, header, _, first, *rest = (out / "comparison.md").read_text().splitlines()
     assert caption.startswith(
         "RULER, 2 samples each, not in its own words: stated as `#key {name}={value}`, asked for as `#get {name}=`. "
@@ -375,5 +369,5 @@ def test_several_models_and_methods_in_one_table(ckpt, tmp_path, capsys, monkeyp
     ]  # fmt: skip
     assert [line.split("|")[1].strip() for line in rest] == ["niah_single_1, 240", "average, 100", "average, 240"]
     assert caption in capsys.readouterr().out
-    assert script.main(["--ckpt", str(ckpt), f"{ckpt}/", *arguments[3:]]) == 2
+    assert command.main(["--ckpt", str(ckpt), f"{ckpt}/", *arguments[3:]]) == 2
     assert "two models of one name" in capsys.readouterr().err

@@ -2,20 +2,17 @@
 
 import csv
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
+from scripts import ROOT
 
 from pod.evaluation import models
 from pod.evaluation.passkey import passkey_accuracy, passkey_prompts
 from pod.evaluation.perplexity import perplexity
 
-ROOT = Path(__file__).parents[2]
 BASE = ROOT / "checkpoints" / "tiny-base"
-sys.path.insert(0, str(ROOT / "data"))
 
 
 def test_it_is_small_and_safe():

@@ -1,20 +1,18 @@
 """The speed script: what is compared, how ratios are computed, what is written. Not how fast anything is."""
 
-import importlib.util
 import json
 import statistics
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from scripts import script
 
 import pod
+from pod.evaluation import filled_cache, timing
+from pod_kernels.attention import BACKEND_VARIABLE
 
-ROOT = Path(__file__).parent.parent.parent
-SPEC = importlib.util.spec_from_file_location("eval_speed", ROOT / "eval" / "speed.py")
-speed = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(speed)
+speed = script("eval/speed.py")
 
 ATTENTION = ["PoD / SDPA flash"]
 PAIRS = {
@@ -49,14 +47,13 @@ SHAPE = {"hidden_size": 16, "intermediate_size": 16, "head_dim": 4, "num_attenti
 
 @pytest.fixture
 def tiny(monkeypatch):
-    setting = replace(speed.SETTINGS["cpu"], shape=SHAPE, recent=6, eviction=("snapkv:budget=16,window=4",))
+    setting = replace(speed.SETTINGS["cpu"], shape=SHAPE, recent=6, sinks=2, eviction=("snapkv:budget=16,window=4",))
     monkeypatch.setitem(speed.SETTINGS, "cpu", setting)
-    monkeypatch.setattr(speed, "SINKS", 2)
-    monkeypatch.setattr(speed, "FILLED_AT_ONCE", 40)
+    monkeypatch.setattr(filled_cache, "FILLED_AT_ONCE", 40)
     monkeypatch.setattr(speed, "UPDATES", 3)
     monkeypatch.setattr(speed, "NEW_TOKENS", 3)
-    ceilings = {speed.BYTES: 2e9, speed.OPERATIONS: 4e12}
-    monkeypatch.setattr(speed, "ceilings", lambda setting: ceilings)
+    ceilings = {timing.BYTES: 2e9, timing.OPERATIONS: 4e12}
+    monkeypatch.setattr(timing, "ceilings", lambda *_: ceilings)
     return setting
 
 
@@ -93,30 +90,30 @@ def test_operations_and_bytes(tiny):
         decoded = speed.decode_attention(replace(tiny, batch=2, rounds=1), 64)
     pairs = 2 * 16 * sum(query + 1 for query in range(64))
     # For each pair: 4 multiplications and as many additions for the logit, and the same for the value.
-    assert measured.amounts["SDPA flash"] == (pairs * 4 * 2 * 2, speed.OPERATIONS)
-    assert trained.amounts["PoD"] == (pairs * 4 * 2 * 7, speed.OPERATIONS)
-    assert decoded.amounts["SDPA flash"] == (2 * 2 * 64 * 4 * 4 * speed.KV_HEADS * speed.LAYERS, speed.BYTES)
+    assert measured.amounts["SDPA flash"] == (pairs * 4 * 2 * 2, timing.OPERATIONS)
+    assert trained.amounts["PoD"] == (pairs * 4 * 2 * 7, timing.OPERATIONS)
+    assert decoded.amounts["SDPA flash"] == (2 * 2 * 64 * 4 * 4 * speed.KV_HEADS * speed.LAYERS, timing.BYTES)
     # Its blocks of one layer hold the same keys and values, and room for the tokens of the rounds.
     dense, most = decoded.amounts[speed.DENSE][0], decoded.amounts["SDPA flash"][0]
     assert dense == most // 64 * (64 + 3)
 
 
 def test_the_backend_holds_inside_only(monkeypatch):
-    monkeypatch.setenv(speed.BACKEND_VARIABLE, "reference")
+    monkeypatch.setenv(BACKEND_VARIABLE, "reference")
     seen = []
-    speed.by("composed", lambda: seen.append(speed.os.environ[speed.BACKEND_VARIABLE]))()
-    assert seen == ["composed"] and speed.os.environ[speed.BACKEND_VARIABLE] == "reference"
-    monkeypatch.delenv(speed.BACKEND_VARIABLE)
+    timing.by("composed", lambda: seen.append(timing.os.environ[BACKEND_VARIABLE]))()
+    assert seen == ["composed"] and timing.os.environ[BACKEND_VARIABLE] == "reference"
+    monkeypatch.delenv(BACKEND_VARIABLE)
     with pytest.raises(ZeroDivisionError):
-        speed.by("fused", lambda: 1 / 0)()
-    assert speed.BACKEND_VARIABLE not in speed.os.environ
+        timing.by("fused", lambda: 1 / 0)()
+    assert BACKEND_VARIABLE not in timing.os.environ
 
 
 def test_what_cannot_run_is_left_out_with_its_reason():
     def refuse():
         raise ValueError("no such thing here\nat all")
 
-    good, left_out = speed.runnable({"one": lambda: None, "other": refuse})
+    good, left_out = timing.runnable({"one": lambda: None, "other": refuse})
     assert list(good) == ["one"] and left_out == {"other": "no such thing here"}
 
 
@@ -131,16 +128,16 @@ def test_ratios_are_medians_of_rounds_on_a_fake_clock(monkeypatch):
         order.append(name)
         now += next(durations[name])
 
-    monkeypatch.setattr(speed.time, "perf_counter", lambda: now)
-    seconds = speed.interleaved({name: lambda name=name: work(name) for name in durations}, 3, "cpu", "test")
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now)
+    seconds = timing.interleaved({name: lambda name=name: work(name) for name in durations}, 3, "cpu", "test")
     assert order == ["fast", "slow"] * 4
     assert seconds == {"fast": [1.0, 9.0, 2.0], "slow": [4.0, 18.0, 5.0]}
     # Rounds: 1/4, 9/18, 2/5. The ratio of the medians would also be 2/5; the other way it is 5/2.
-    assert speed.ratios(seconds, [("fast", "slow"), ("slow", "fast")]) == {
+    assert timing.ratios(seconds, [("fast", "slow"), ("slow", "fast")]) == {
         "fast / slow": pytest.approx(0.4),
         "slow / fast": pytest.approx(2.5),
     }
-    assert speed.ratio({"a": [1.0, 2.0, 9.0], "b": [4.0, 1.0, 3.0]}, "a", "b") == pytest.approx(2.0)
+    assert timing.ratio({"a": [1.0, 2.0, 9.0], "b": [4.0, 1.0, 3.0]}, "a", "b") == pytest.approx(2.0)
 
 
 def test_seventy_percent_of_the_keys_are_shared():
@@ -154,11 +151,11 @@ def test_filled_caches_hold_what_was_stored(tiny):
     with torch.no_grad():
         models = speed.random_models(tiny, 256)
         for model in models.values():
-            cache = speed.new_cache(model, 100)
-            speed.fill(cache, model, 2, 90)
+            cache = filled_cache.new_cache(model, 100)
+            filled_cache.fill(cache, model, 2, 90)
             assert cache.get_seq_length() == 90
         cache = pod.PodCache(models[speed.DENSE].config, eviction=pod.eviction.Cascade(budget=16, sinks=2))
-        speed.fill(cache, models[speed.DENSE], 2, 90)
+        filled_cache.fill(cache, models[speed.DENSE], 2, 90)
     assert cache.get_seq_length() == 90
     kept = cache.positions(3)
     assert kept.shape == (2, speed.KV_HEADS, 18) and (kept[..., :2] == torch.arange(2)).all()

@@ -1,0 +1,59 @@
+"""What the command lines of the scripts in eval/ have in common."""
+
+import argparse
+import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from pod import eviction
+
+
+def default_folder(script: str) -> Path:
+    """Where a script writes when not told: runs/eval/SCRIPT."""
+    return Path("runs") / "eval" / script
+
+
+def numbers(text: str) -> list[int]:
+    """`256,512` -> [256, 512]."""
+    return [int(part) for part in text.split(",")]
+
+
+class _Methods(argparse.Action):
+    """`list` prints the methods and ends, whatever other options are missing."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: str, option_string: str | None = None):
+        if values == "list":
+            print(eviction.describe())
+            parser.exit()
+        try:
+            setattr(namespace, self.dest, eviction.parse_all(values))
+        except ValueError as error:
+            raise argparse.ArgumentError(self, str(error)) from error
+
+
+def add_eviction(parser: argparse.ArgumentParser) -> None:
+    """Give a parser `--eviction`: a list of methods, None when it is left out."""
+    parser.add_argument(
+        "--eviction",
+        action=_Methods,
+        metavar="METHOD",
+        help="also with a cache that keeps some tokens only, such as snapkv:budget=256,window=16; several methods are "
+        "separated by +; `list` shows all",
+    )
+
+
+def exit_status(main: Callable[[list[str] | None], None]) -> Callable[[list[str] | None], int]:
+    """`main` of a script, with an exit status: 0, or 2 after one line that says what the user can mend."""
+
+    @wraps(main)
+    def run(arguments: list[str] | None = None) -> int:
+        try:
+            main(arguments)
+        except (ValueError, OSError, ImportError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        return 0
+
+    return run

@@ -1,0 +1,49 @@
+"""Held-out texts: files that an option names, stretches of them, samples of a prepared directory."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+
+def read_text(path: Path, option: str) -> str:
+    """A UTF-8 file that a command-line option names.
+
+    Raises:
+        ValueError: it is not there, no file, or no UTF-8; names the option, the path and what to give instead.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        reason = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror
+        raise ValueError(f"{option} {path}: {reason}; give the path of a UTF-8 text file") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{option} {path}: not UTF-8 ({error.reason} at byte {error.start}); convert it") from error
+
+
+def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> Tensor:
+    """A text's ids [N] int64, without special tokens."""
+    return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.long)
+
+
+def stretches(ids: Tensor, length: int, limit: int, batch_size: int) -> Iterator[Tensor]:
+    """[N] -> batches [B, length] of stretches spread evenly over the text, at most `limit` of them."""
+    count = min(limit, len(ids) // length)
+    if count == 0:
+        raise ValueError(f"the text has {len(ids)} tokens, --length {length} wants more: lower it or give longer text")
+    starts = torch.linspace(0, len(ids) - length, count).long().tolist()
+    rows = torch.stack([ids[start : start + length] for start in starts])
+    yield from rows.split(batch_size)
+
+
+def prepared(path: str | Path, limit: int, batch_size: int) -> Iterator[Tensor]:
+    """Batches [B, T] of the validation split of a prepared directory, evenly spread, at most `limit` samples."""
+    from pod.prepared import PreparedDataset
+
+    dataset = PreparedDataset(path, "validation")
+    dataset.data.verify("validation")
+    chosen = torch.linspace(0, len(dataset) - 1, min(limit, len(dataset))).long().tolist()
+    for first in range(0, len(chosen), batch_size):
+        yield torch.stack([dataset[index]["input_ids"] for index in chosen[first : first + batch_size]])
