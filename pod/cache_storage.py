@@ -12,7 +12,7 @@ Blocks of one layer make this the storage of a dense model. Quantised, values an
 `pod_kernels.quantized` says; with Quest the pages of distant keys lie beside them.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -38,6 +38,7 @@ from pod_kernels.backend import runs_triton
 PAGES = 3  # the place of a layer's pages among its parts
 
 
+@dataclass(eq=False)
 class KeepingStorage:
     """Keys and values of a `PodCache` that keeps every token; the cache calls what is public here.
 
@@ -59,27 +60,18 @@ class KeepingStorage:
         stats: what tau decided and left unread.
     """
 
-    def __init__(
-        self,
-        config: PreTrainedConfig,
-        rows: Rows,
-        orders: list[tuple[int, ...]],
-        num_anchors: list[int],
-        max_length: int | None,
-        crop_slack: int,
-        tau: float | None,
-        quest: Quest | None,
-        quantization: Quantization | None,
-    ) -> None:
-        self.config = config
-        self.rows = rows
-        self.orders = orders
-        self.num_anchors = num_anchors
-        self.max_length = max_length
-        self.crop_slack = crop_slack
-        self.tau = tau
-        self.quest = quest
-        self.quantization = quantization
+    config: PreTrainedConfig
+    rows: Rows
+    orders: list[tuple[int, ...]]
+    num_anchors: list[int]
+    max_length: int | None
+    crop_slack: int
+    tau: float | None
+    quest: Quest | None
+    quantization: Quantization | None
+
+    def __post_init__(self) -> None:
+        config = self.config
         self.anchors: list[list[int]] = config.blocks.anchors.tolist()
         self.shares_kv = config.share == "kv"
         self.num_kv_heads = config.blocks.num_kv_heads

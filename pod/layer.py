@@ -112,12 +112,17 @@ class PodAttention:
             q, k, v = sequence.to_heads(q, k, v)
 
         travels = past_key_values is None or past_key_values.takes_anchors(q.shape[2])
-        following = self._hand_on(q, k, v, anchors, heads) if travels else anchors
-        q_distant = k_distant = None
-        if travels and self.config.share == "kv":
-            k, v = self._keys_and_values(k, v, anchors, heads)
-        elif travels:
-            q_distant, k_distant = self._distant(q, k, anchors, heads)
+        following, q_distant, k_distant = anchors, None, None
+        if travels:
+            pairs = self._pairs(q, k, v, anchors, heads)
+            following = self._hand_on(pairs, heads)
+            if not all(self.is_anchor[number] for number in heads):
+                firsts, keys = zip(*pairs, strict=True)
+                if self.config.share == "kv":
+                    k, v = torch.stack(keys, dim=1), torch.stack(firsts, dim=1)
+                else:
+                    q_distant = q if self.config.share == "keys" else torch.cat(firsts, dim=1)
+                    k_distant = torch.stack(keys, dim=1)
         if past_key_values is None:
             if self.measure_gate and q_distant is None and self.config.share != "window":
                 q_distant, k_distant = q, k  # its own scores, split where the others split theirs
@@ -145,45 +150,26 @@ class PodAttention:
         out = out.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1)
         return self.o_proj(out), following
 
-    def _distant(self, q: Tensor, k: Tensor, anchors: Anchors, heads: range) -> tuple[Tensor | None, Tensor | None]:
-        # `heads` are the model's numbers of k's heads; everything else counts k's own.
-        if all(self.is_anchor[heads.start : heads.stop]):
-            return None, None
-        groups = q.shape[1] // k.shape[1]
-        queries, keys = [], []
-        for head, is_anchor in enumerate(self.is_anchor[heads.start : heads.stop]):
-            own = q[:, head * groups : (head + 1) * groups]
-            takes_own = is_anchor or self.config.share == "keys"
-            queries.append(own if takes_own else anchors[2 * head])
-            keys.append(k[:, head] if is_anchor else anchors[2 * head + 1])
-        q_distant = q if self.config.share == "keys" else torch.cat(queries, dim=1)
-        return q_distant, torch.stack(keys, dim=1)
-
-    def _keys_and_values(self, k: Tensor, v: Tensor, anchors: Anchors, heads: range) -> tuple[Tensor, Tensor]:
-        """Each head's anchor's, its own or handed on, [B, len(heads), T, D] each."""
-        own = self.is_anchor[heads.start : heads.stop]
-        if all(own):
-            return k, v
-        keys = [k[:, head] if is_anchor else anchors[2 * head + 1] for head, is_anchor in enumerate(own)]
-        values = [v[:, head] if is_anchor else anchors[2 * head] for head, is_anchor in enumerate(own)]
-        return torch.stack(keys, dim=1), torch.stack(values, dim=1)
-
-    def _hand_on(self, q: Tensor, k: Tensor, v: Tensor, anchors: Anchors, heads: range) -> Anchors:
-        groups = q.shape[1] // len(heads)
-        following: list[Tensor | None] = []
+    def _pairs(self, q: Tensor, k: Tensor, v: Tensor, anchors: Anchors, heads: range) -> list[Anchors]:
+        """Each head's pair: an anchor's own, else what was handed on; `heads` are the model's numbers of k's heads."""
+        groups, pairs = q.shape[1] // len(heads), []
         for head, number in enumerate(heads):
-            is_anchor, goes_on = self.is_anchor[number], self.goes_on[number]
-            if not goes_on:
-                following += [None, None]
-            elif not is_anchor:
-                following += [anchors[2 * head], anchors[2 * head + 1]]
-            else:
+            if self.is_anchor[number]:
                 first = {"scores": q[:, head * groups : (head + 1) * groups], "kv": v[:, head]}.get(self.config.share)
+                pairs.append((first, k[:, head]))
+            else:
+                pairs.append(anchors[2 * head : 2 * head + 2])
+        return pairs
+
+    def _hand_on(self, pairs: list[Anchors], heads: range) -> Anchors:
+        following: list[Tensor | None] = []
+        for pair, number in zip(pairs, heads, strict=True):
+            if not self.goes_on[number]:
+                pair = (None, None)
+            elif self.is_anchor[number]:
                 # Copied out: a view would keep all heads' queries and keys alive as long as this pair travels.
-                following += [
-                    None if part is None else part.clone(memory_format=torch.contiguous_format)
-                    for part in (first, k[:, head])
-                ]
+                pair = (x if x is None else x.clone(memory_format=torch.contiguous_format) for x in pair)
+            following += pair
         return tuple(following)
 
 
