@@ -165,7 +165,7 @@ class PodModel:
                     states[place] = new if is_real is None else new[is_real]
         output = BaseModelOutputWithPast(
             last_hidden_state=all_states[-1],
-            past_key_values=past_key_values if use_cache or past_key_values is not None else None,
+            past_key_values=past_key_values,
             hidden_states=tuple(all_states) if output_hidden_states else None,
         )
         return output if return_dict is None or return_dict else output.to_tuple()
