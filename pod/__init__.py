@@ -6,7 +6,7 @@ from pod import eviction, similarity
 from pod.blocks import LayerBlocks
 from pod.cache import PodCache
 from pod.config import PodLlamaConfig, PodMistralConfig, PodPhi3Config, PodQwen2Config, PodQwen3Config
-from pod.model import (
+from pod.families import (
     PodLlamaForCausalLM,
     PodMistralForCausalLM,
     PodPhi3ForCausalLM,

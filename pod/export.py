@@ -27,9 +27,9 @@ from transformers import (
 )
 
 from pod.blocks import LayerBlocks
+from pod.families import pod_config
 from pod.files import naming, opening, publish, write_sums
 from pod.lora import merge
-from pod.model import pod_config
 
 CARD = """---
 library_name: pod-attention

@@ -16,10 +16,10 @@ from transformers import (
 )
 
 from pod.blocks import LayerBlocks
+from pod.families import pod_config
 from pod.files import opening
 from pod.lora import add_adapters, without_adapters
 from pod.loss import IGNORED, chunked_cross_entropy, chunked_distillation, shifted
-from pod.model import pod_config
 from pod.plan import GPUS
 from pod.sequence_parallel import SequenceGroup, SequenceShard, check_heads
 from pod.stock import first_config

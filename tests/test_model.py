@@ -1,4 +1,4 @@
-"""pod.model and pod.config: exact against the stock models and against a plain recomputation; what is refused."""
+"""PoD models and configs: exact against the stock models and against a plain recomputation; what is refused."""
 
 import copy
 import json

@@ -16,15 +16,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pod.blocks import LayerBlocks
 from pod.config import PodLlamaConfig, PodMistralConfig, PodPhi3Config, PodQwen2Config, PodQwen3Config
-from pod.fit import main
-from pod.loss import chunked_cross_entropy, chunked_distillation
-from pod.model import (
+from pod.families import (
     PodLlamaForCausalLM,
     PodMistralForCausalLM,
     PodPhi3ForCausalLM,
     PodQwen2ForCausalLM,
     PodQwen3ForCausalLM,
 )
+from pod.fit import main
+from pod.loss import chunked_cross_entropy, chunked_distillation
 from pod.module import PodModule
 from pod.plan import make_plan
 from pod.recipe import RecipeError

@@ -130,7 +130,7 @@ class Followed:
     def __call__(self, index: int, *states) -> Tensor:
         out, evicting = self.attend(index, *states), self.cache._evicting
         layer, other = (
-            one._segments[index] if evicting is None else one._evicting.layers[index]
+            one._keeping.segments[index] if evicting is None else one._evicting.layers[index]
             for one in (self.cache, self.ahead)
         )
         spec = self.ahead.quantization
@@ -190,7 +190,7 @@ def test_bytes_are_freed_and_the_formula(which):
             assert cache.nbytes() == sum(storage.untyped_storage().nbytes() for storage in cache.storages())
             plain = pod.PodCache(model.config, crop_slack=0).expected_nbytes(length, batch=2, itemsize=4)
             assert cache.nbytes() < (1 - least) * plain
-            assert cache._full is None  # no layer stays in full precision
+            assert cache._keeping.full is None  # no layer stays in full precision
 
 
 @named(EVICTIONS)

@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, PreTrainedM
 from pod import eviction
 from pod.blocks import LayerBlocks
 from pod.cache import PodCache
+from pod.families import convert
 from pod.files import opening
-from pod.model import PodModel, convert
+from pod.model import PodModel
 
 NO_EVICTION = "none"
 

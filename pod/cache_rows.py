@@ -1,0 +1,112 @@
+"""What a cache counts: the tokens of its rows, and what one forward adds to them.
+
+Rows are packed: slot p of a row holds its p-th real token, so left padding is not stored, and sinks and recency count
+from each row's first real token.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from pod_kernels.cached import Masks
+
+
+@dataclass
+class Step:
+    """What one forward adds to the cache; the same for all its layers.
+
+    Attributes:
+        positions: [B, T] int64, the position of each new token in its row, -1 for padding.
+        before: [B] int64, real tokens of each row before the forward.
+        length: the longest row after it.
+        even: every row has the same tokens, none of them padding.
+        is_first: the cache was empty.
+        in_prefill: it is one of several forwards that are one prefill.
+        masks: what the layers' attention has in common.
+        read: with Quest, the positions [B, R] that the blocks up to now read, by anchor layer and KV head.
+    """
+
+    positions: Tensor
+    before: Tensor
+    length: int
+    even: bool
+    is_first: bool
+    in_prefill: bool
+    masks: Masks = field(default_factory=dict)
+    read: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class Rows:
+    """The tokens that a cache has seen.
+
+    Attributes:
+        lengths: [B] int64, real tokens of each row, None before the first forward. Segments share this tensor.
+        longest: the most of them.
+        columns: the tokens with padding, what `generate` counts.
+        most_columns: the most there ever were: cropping does not bring back what they pushed out of a ring.
+        even: every row has the same tokens, none of them padding.
+    """
+
+    lengths: Tensor | None = None
+    longest: int = 0
+    columns: int = 0
+    most_columns: int = 0
+    even: bool = True
+
+    def reset(self) -> None:
+        """Forget all rows."""
+        self.__init__()
+
+    def host_counts(self) -> dict[str, int | bool]:
+        """All but the lengths, which may lie on another device."""
+        return {name: value for name, value in vars(self).items() if name != "lengths"}
+
+    def step(self, count: int, mask: Tensor | None, in_prefill: bool) -> Step:
+        """What a forward adds.
+
+        Args:
+            count: its tokens T, padding included.
+            mask: [B, T] bool, False for padding tokens; None when all are real.
+            in_prefill: see `Step`.
+
+        Raises:
+            ValueError: padding after a row's first token; names the row.
+        """
+        column = torch.arange(count, device=self.lengths.device)
+        positions, longest = self.lengths[:, None] + column, self.longest + count
+        if mask is not None and bool(mask.all()):
+            mask = None
+        if mask is not None:
+            real = mask.sum(dim=1)
+            is_left_padded = (mask == (column >= count - real[:, None])).all(dim=1)
+            is_allowed = is_left_padded & ((self.lengths == 0) | (real == count))
+            if not bool(is_allowed.all()):
+                row = int((~is_allowed).nonzero()[0])
+                raise ValueError(
+                    f"row {row} of attention_mask has padding after its first real token. The cache supports left "
+                    "padding only: set tokenizer.padding_side = 'left', or pass use_cache=False."
+                )
+            positions = (positions - (count - real[:, None])).masked_fill(~mask, -1)
+            longest = int((self.lengths + real).max())
+        even = self.even and mask is None
+        return Step(positions, self.lengths.clone(), longest, even, self.columns == 0, in_prefill)
+
+    def add(self, step: Step) -> None:
+        """Count what a forward has added."""
+        self.lengths.copy_(torch.maximum(step.before, step.positions.amax(dim=1) + 1))
+        self.count(step.length - self.longest, step.positions.shape[1])
+        self.even = step.even
+
+    def count(self, tokens: int, columns: int) -> None:
+        """Count what the host counts: by so many tokens the longest row grows, by so many columns the rows."""
+        self.longest += tokens
+        self.columns += columns
+        self.most_columns = max(self.most_columns, self.columns)
+
+    def crop(self, removed: int) -> None:
+        """Take back the last tokens of every row."""
+        self.lengths -= removed
+        self.longest -= removed
+        self.columns -= removed
