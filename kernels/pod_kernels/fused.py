@@ -31,7 +31,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pod_kernels import reference
+from pod_kernels.problem import Problem
+from pod_kernels.sequences import sequence_spans
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # as it was when the kernels below were made
 
@@ -947,37 +948,6 @@ def _differentiate(ctx, grad_out, grad_lse, grad_gate):
 _forward.register_autograd(_differentiate, setup_context=_keep)
 
 
-def sequence_spans(
-    batch: int, length: int, lengths: Tensor | None, document_ids: Tensor | None, device: torch.device
-) -> Tensor | None:
-    """Where each token's sequence begins and ends, without a read on the host.
-
-    Args:
-        lengths: [B] real tokens of each row, right-aligned; taken as 0..T where they are outside.
-        document_ids: [B, T]; each run of one id >= 0 is a document, -1 is padding.
-
-    Returns:
-        [2, B, T] int32: the first column of the sequence, T at padding; the column after its last, 0 at padding. None
-        when every row is one sequence.
-    """
-    if lengths is None and document_ids is None:
-        return None
-    column = torch.arange(length, device=device).expand(batch, length)
-    if lengths is not None:
-        starts = (length - lengths.to(device=device, dtype=torch.long).clamp(0, length))[:, None].expand(batch, length)
-        stops, is_padding = torch.full_like(column, length), column < starts
-    else:
-        document_ids = document_ids.to(device)
-        changes = document_ids[:, 1:] != document_ids[:, :-1]
-        begins = torch.nn.functional.pad(changes, (1, 0), value=True)
-        ends = torch.nn.functional.pad(changes, (0, 1), value=True)
-        starts = torch.where(begins, column, 0).cummax(dim=1).values
-        stops = torch.where(ends, column + 1, length).flip(1).cummin(dim=1).values.flip(1)
-        is_padding = document_ids < 0
-    spans = torch.stack([starts.masked_fill(is_padding, length), stops.masked_fill(is_padding, 0)])
-    return spans.to(torch.int32)
-
-
 def unavailable(q: Tensor) -> str | None:
     """Why the kernels cannot run on tensors like this one; None when they can."""
     dtypes = (torch.float32, torch.float16, torch.bfloat16)
@@ -999,65 +969,23 @@ def unavailable(q: Tensor) -> str | None:
     return None
 
 
-def shared_score_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_distant: Tensor | None = None,
-    k_distant: Tensor | None = None,
-    *,
-    sink_size: int,
-    recent_size: int,
-    scale: float | None = None,
-    lengths: Tensor | None = None,
-    document_ids: Tensor | None = None,
-    window_only: bool = False,
-    return_lse: bool = False,
-    return_gate: bool = False,
-) -> Tensor | tuple[Tensor, ...]:
-    """Causal attention whose distant logits come from another layer's queries and keys, in one kernel.
+def attend(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    """out, lse and gate (empty unless it is asked for), in one kernel.
 
-    Same meaning as `reference.shared_score_attention`. Accumulates in float32. Once differentiable, deterministic. The
-    host reads nothing from the device: `lengths` are clamped to 0..T, and every run of one document id is a document.
-
-    Args:
-        q: [B, H, T, D] queries, after RoPE; float32, float16 or bfloat16, D at most 256, any strides.
-        k, v: [B, H_kv, T, D] keys (after RoPE) and values.
-        q_distant, k_distant: [B, H, T, D] and [B, H_kv, T, D], the anchor layer's, for distant pairs; None for both is
-            plain causal attention.
-        sink_size: number of first tokens that are always proximal, >= 0.
-        recent_size: number of last tokens, the current one included, that are proximal, >= 1.
-        scale: factor on every logit, positive; D ** -0.5 when None.
-        lengths: [B] real tokens of each row, right-aligned (left padding).
-        document_ids: [B, T] non-decreasing, -1 padding; tokens see their own document only.
-        window_only: distant pairs do not count at all: window attention with sinks.
-        return_lse, return_gate: also return these, in this order.
-
-    Returns:
-        out [B, H, T, D] in q's dtype, zero at padding. lse [B, H, T] float32: log of the sum of exp of the logits, -inf
-        at padding. gate [B, H, T] float32: the share of the softmax on proximal keys, 1 at padding. Neither lse nor
-        gate carries a gradient.
+    Accumulates in float32. Once differentiable, deterministic. The host reads nothing from the device: `lengths` are
+    clamped to 0..T, and every run of one document id is a document.
 
     Raises:
-        ValueError: shapes, dtypes or sizes do not fit, or the kernels cannot run on this device; says which.
+        ValueError: the kernels cannot run these tensors on this device; says why.
     """
-    reference.check_inputs(q, k, v, q_distant, k_distant, sink_size, recent_size, lengths, document_ids, window_only)
+    q, v, scale = problem.q, problem.v, problem.scale
     reason = unavailable(q)
     if reason is None and v.shape[-1] != q.shape[-1]:
         reason = f"values must have q's head dimension ({q.shape[-1]}), and have {v.shape[-1]}"
-    if reason is None and scale is not None and not scale > 0:
+    if reason is None and not scale > 0:
         reason = f"scale must be positive, and is {scale}"
     if reason is not None:
         raise ValueError(f"backend 'fused' cannot run this: {reason}. Choose backend 'composed'")
-    if return_gate and q_distant is None and not window_only:
-        q_distant, k_distant = q, k  # its own scores, split where shared ones are
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    spans = sequence_spans(q.shape[0], q.shape[2], lengths, document_ids, q.device)
-    options = (sink_size, recent_size, scale, window_only, return_gate)
-    out, lse, gate = _forward(q, k, v, q_distant, k_distant, spans, *options)
-    results = [out]
-    if return_lse:
-        results.append(lse.detach())
-    if return_gate:
-        results.append(gate.detach())
-    return results[0] if len(results) == 1 else tuple(results)
+    spans = sequence_spans(q.shape[0], q.shape[2], problem.lengths, problem.document_ids, q.device)
+    out, lse, gate = _forward(*problem.sources, spans, *problem.sizes, problem.return_gate)
+    return out, lse.detach(), gate.detach()

@@ -4,6 +4,7 @@ import ast
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,14 @@ import torch
 from torch import Tensor
 
 from pod_kernels import attention, reference, shared_score_attention, winners
+from pod_kernels.sequences import sequence_spans
 
 triton = pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
 import triton.language as tl  # noqa: E402
 
 from pod_kernels import fused  # noqa: E402
 
+fused_attention = partial(shared_score_attention, backend="fused")
 ROOT = Path(__file__).parents[2]
 NAMES = ("q", "k", "v", "q_distant", "k_distant")
 slow = pytest.mark.slow
@@ -99,7 +102,7 @@ def assert_close(results: dict[str, Tensor], truth: dict[str, Tensor], tolerance
 
 
 def assert_reference(leaves: list[Tensor], **options) -> dict[str, Tensor]:
-    results = run(fused.shared_score_attention, leaves, **options)
+    results = run(fused_attention, leaves, **options)
     assert_close(results, run(reference.shared_score_attention, leaves, **options))
     return results
 
@@ -158,7 +161,7 @@ def assert_tiles(length: int, sizes: tuple[int, int], shape: tuple[int, int], id
     positions, which, column = positions[0], which[0], torch.arange(length)
     visible = (column[:, None] >= column) & (which[:, None] == which) & (which >= 0)
     proximal = (positions < sizes[0]) | (positions[:, None] - positions < sizes[1])
-    spans = fused.sequence_spans(1, length, None, documents, torch.device("cpu"))
+    spans = sequence_spans(1, length, None, documents, torch.device("cpu"))
     for of_keys in (False, True):
         own, other = shape[::-1] if of_keys else shape
         count = -(-length // own)
@@ -255,9 +258,7 @@ def test_padding_and_documents(spans: dict, shape: tuple[int, int], tiles, poiso
 def test_without_a_distant_source(window_only: bool, spans: dict, tiles, poisoned) -> None:
     leaves = make_leaves(50, (2, 1), batch=3 if spans else 1)[:3]
     assert_reference(leaves, sink_size=2, recent_size=9, window_only=window_only, **spans)
-    out, lse = fused.shared_score_attention(
-        *leaves, sink_size=2, recent_size=9, window_only=window_only, return_lse=True, **spans
-    )
+    out, lse = fused_attention(*leaves, sink_size=2, recent_size=9, window_only=window_only, return_lse=True, **spans)
     expected = run(
         reference.shared_score_attention, leaves, sink_size=2, recent_size=9, window_only=window_only, **spans
     )
@@ -288,7 +289,7 @@ def test_layouts_of_the_inputs_do_not_matter(order: tuple[int, ...], tiles, pois
     inverse = tuple(order.index(axis) for axis in range(4))
     strided = [leaf.detach().permute(order).contiguous().permute(inverse).requires_grad_() for leaf in leaves]
     options = {"sink_size": 2, "recent_size": 9}
-    out = fused.shared_score_attention(*strided, **options)
+    out = fused_attention(*strided, **options)
     grads = torch.autograd.grad(out.sum(), strided)  # the gradient of a sum is expanded, all strides 0
     expected = reference.shared_score_attention(*leaves, **options)
     expected_grads = torch.autograd.grad(expected.sum(), leaves)
@@ -314,7 +315,7 @@ def assert_half(leaves: list[Tensor], **options) -> None:
     """Every error against float32 is at most twice that of an eager model in the leaves' dtype."""
     single = [leaf.detach().float().requires_grad_() for leaf in leaves]
     truth = run(reference.shared_score_attention, single, **options)
-    results = run(fused.shared_score_attention, leaves, **options)
+    results = run(fused_attention, leaves, **options)
     baseline = run(eager_half, leaves, **options)
     assert relative(results["lse"], truth["lse"]) < 1e-3 and (results["gate"] - truth["gate"]).abs().max() < 1e-3
     for name in (name for name in truth if name not in ("lse", "gate")):
@@ -334,7 +335,7 @@ def test_only_the_gradients_that_are_needed(tiles) -> None:
     truth = run(reference.shared_score_attention, leaves, sink_size=1, recent_size=4)
     for name, leaf in zip(NAMES, leaves, strict=True):
         leaf.requires_grad_(name in ("k", "q_distant"))
-    results = run(fused.shared_score_attention, leaves, sink_size=1, recent_size=4)
+    results = run(fused_attention, leaves, sink_size=1, recent_size=4)
     assert {name for name in results if "grad" in name} == {"grad k", "grad q_distant"}
     assert all(relative(results[name], truth[name]) < 1e-5 for name in results if "grad" in name)
 
@@ -343,7 +344,7 @@ def test_only_the_gradients_that_are_needed(tiles) -> None:
 @pytest.mark.parametrize("shape", [(0, 5), (1, 0)], ids=["no-rows", "no-tokens"])
 def test_nothing_to_do(shape: tuple[int, int]) -> None:
     leaves = make_leaves(shape[1], batch=shape[0])
-    results = run(fused.shared_score_attention, leaves, sink_size=1, recent_size=4)
+    results = run(fused_attention, leaves, sink_size=1, recent_size=4)
     assert results["out"].shape == leaves[0].shape and results["grad k_distant"].shape == leaves[4].shape
 
 
@@ -550,9 +551,9 @@ class TestOnGpu:
         leaves = make_leaves(8192, (8, 2), dim=128, batch=2, dtype=torch.bfloat16, device="cuda")
         ids = (torch.arange(8192, device="cuda") // 3000).expand(2, -1)
         options = {"sink_size": 16, "recent_size": 1008, "document_ids": ids}
-        first = run(fused.shared_score_attention, leaves, **options)
+        first = run(fused_attention, leaves, **options)
         for _ in range(19):
-            again = run(fused.shared_score_attention, leaves, **options)
+            again = run(fused_attention, leaves, **options)
             assert all(torch.equal(first[name], again[name]) for name in first)
 
     def test_a_tensor_of_more_than_2_to_the_31_numbers(self) -> None:
@@ -564,5 +565,5 @@ class TestOnGpu:
         q = torch.randn(batch, heads, length, 128, dtype=torch.bfloat16, device="cuda")
         k, v = torch.randn(2, batch, 1, length, 128, dtype=torch.bfloat16, device="cuda")
         options = {"sink_size": 4, "recent_size": 64, "window_only": True}
-        out = fused.shared_score_attention(q, k, v, **options)[-1:]
-        assert torch.equal(out, fused.shared_score_attention(q[-1:], k[-1:], v[-1:], **options))
+        out = fused_attention(q, k, v, **options)[-1:]
+        assert torch.equal(out, fused_attention(q[-1:], k[-1:], v[-1:], **options))
