@@ -17,7 +17,7 @@ from pod_kernels.sequences import sequence_spans
 triton = pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
 import triton.language as tl  # noqa: E402
 
-from pod_kernels import fused  # noqa: E402
+from pod_kernels import fused, fused_tiles  # noqa: E402
 
 fused_attention = partial(shared_score_attention, backend="fused")
 ROOT = Path(__file__).parents[2]
@@ -118,40 +118,24 @@ def runs_of_tiles(
     """Sixteen numbers for each tile of queries (or of keys): the runs of the distant, then of the proximal source."""
     tile = tl.program_id(0)
     TILE: tl.constexpr = KEY_TILE if OF_KEYS else QUERY_TILE
-    columns, starts, real, first, last, low, high = fused._tokens(spans, tile * 0, tile * TILE, length, TILE, SPANS)
+    own = fused_tiles.tokens(spans, tile * 0, tile * TILE, length, TILE, SPANS)
     if OF_KEYS:
-        stops, stop = columns, length
+        stops, stop = own[0], length
         if SPANS:
-            stops = tl.load(spans + length + columns, mask=columns < length, other=0)
+            stops = tl.load(spans + length + own[0], mask=own[0] < length, other=0)
             stop = tl.max(stops, 0)
-        a, b, c, d, e, f, g, h = fused.distant_queries(
-            columns, starts, stops, real, first, last, low, high, stop, S, R, QUERY_TILE, SPANS
-        )
-        i, j, k, l, m, n, o, p = fused.proximal_queries(first, last, low, high, stop, S, R, QUERY_TILE)  # noqa: E741
+        far, far_plain = fused_tiles.distant_queries(own, stops, stop, S, R, QUERY_TILE, SPANS)
+        near, near_plain = fused_tiles.proximal_queries(own, stop, S, R, QUERY_TILE)
     else:
-        a, b, c, d, e, f, g, h = fused.distant_keys(
-            columns, starts, real, first, last, low, high, S, R, KEY_TILE, SPANS
-        )
-        i, j, k, l, m, n, o, p = fused.proximal_keys(  # noqa: E741
-            columns, starts, real, first, last, low, high, S, R, KEY_TILE, SPANS
-        )
+        far, far_plain = fused_tiles.distant_keys(own, S, R, KEY_TILE, SPANS)
+        near, near_plain = fused_tiles.proximal_keys(own, S, R, KEY_TILE, SPANS)
     runs += tile * 16
-    tl.store(runs, a)
-    tl.store(runs + 1, b)
-    tl.store(runs + 2, c)
-    tl.store(runs + 3, d)
-    tl.store(runs + 4, e)
-    tl.store(runs + 5, f)
-    tl.store(runs + 6, g)
-    tl.store(runs + 7, h)
-    tl.store(runs + 8, i)
-    tl.store(runs + 9, j)
-    tl.store(runs + 10, k)
-    tl.store(runs + 11, l)
-    tl.store(runs + 12, m)
-    tl.store(runs + 13, n)
-    tl.store(runs + 14, o)
-    tl.store(runs + 15, p)
+    for place in tl.static_range(6):
+        tl.store(runs + place, far[place])
+        tl.store(runs + 8 + place, near[place])
+    for place in tl.static_range(2):
+        tl.store(runs + 6 + place, far_plain[place])
+        tl.store(runs + 14 + place, near_plain[place])
 
 
 def assert_tiles(length: int, sizes: tuple[int, int], shape: tuple[int, int], ids: list[int] | None) -> None:
@@ -383,7 +367,7 @@ sys.path[:0] = sys.argv[1].split(":")
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from pod_kernels import fused
+from pod_kernels import fused, fused_tiles
 
 for name, kernel in fused.KERNELS.items():
     launch = fused.HOPPER[name, 128]
@@ -392,12 +376,13 @@ for name, kernel in fused.KERNELS.items():
     constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
     types, aligned = {}, {}
     for place, argument in enumerate(kernel.arg_names):
-        floats = any(word in argument for word in ("lse", "gate", "correction"))
         types[argument] = "constexpr" if argument in constants else "fp32" if argument == "scale" else "i32"
-        if argument.endswith("_ptr"):
-            types[argument] = "*i32" if argument == "spans_ptr" else "*fp32" if floats else "*bf16"
-        if argument.endswith(("_ptr", "_b", "_h", "_t")):
+        if argument in ("spans", "lse", "gate", "correction"):
+            types[argument] = "*i32" if argument == "spans" else "*fp32"
             aligned[place,] = [["tt.divisibility", 16]]
+        elif argument not in constants and argument not in fused_tiles.ANY:  # a tensor and its strides
+            types[argument] = ("*bf16", "i32", "i32", "i32")
+            aligned |= {(place, part): [["tt.divisibility", 16]] for part in range(4)}
     source = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=aligned)
     options = {"num_warps": launch.warps, "num_stages": launch.stages, "enable_fp_fusion": True}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
