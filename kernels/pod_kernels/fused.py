@@ -17,7 +17,7 @@ from pod_kernels.fused_forward import forward_kernel
 from pod_kernels.problem import Problem
 from pod_kernels.sequences import sequence_spans
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # as it was when the kernels below were made
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # as it was when the kernels were made
 
 KERNELS = {"forward": forward_kernel, "query_grad": query_grad_kernel, "key_grad": key_grad_kernel}
 

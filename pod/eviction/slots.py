@@ -482,7 +482,7 @@ class SlotStore(Store):
 
     def _store_one(self) -> None:
         """Insert and store the token of every row, one kernel for all units and one for each layer."""
-        from pod_kernels.update import append_slots, average, insert  # imports triton
+        from pod_kernels.slot_update import append_slots, average, insert  # imports triton
 
         step, state, scores = self._step, self._state, None
         if self.scoring is not None:

@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from pod_kernels import SkipStats, column_sums, decode, slot_decode, splits, update
+from pod_kernels import SkipStats, column_sums, decode, slot_decode, slot_update, splits, update
 from pod_kernels.cascade import Cascades, CascadeState
 
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32"}
@@ -83,9 +83,11 @@ def main() -> None:
     )
     cascades = Cascades(4, 60, 4)
     state = CascadeState.allocate(cascades, 2, 2, True, torch.device("cpu"))
-    scores = update.average(state.scores, torch.rand(2, 2, 4, 41), torch.ones(1), "max")
-    slots = update.insert(state, cascades, positions, scores)
-    update.append_slots(keys, values, half(1, 2, 20, 128), new, new, positions, slots, torch.tensor([0, 1]), 4, False)
+    scores = slot_update.average(state.scores, torch.rand(2, 2, 4, 41), torch.ones(1), "max")
+    slots = slot_update.insert(state, cascades, positions, scores)
+    slot_update.append_slots(
+        keys, values, half(1, 2, 20, 128), new, new, positions, slots, torch.tensor([0, 1]), 4, False
+    )
 
     q, keys = half(2, 2, 4, 200, 128), half(2, 2, 260, 128)
     counts = dict(used=60, kept=torch.tensor([60, 30]), counts=torch.tensor([200, 150]))
