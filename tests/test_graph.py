@@ -10,7 +10,7 @@ from pod import graph
 from pod import model as models
 from pod.eviction import SnapKV
 
-decode = pytest.importorskip("pod_kernels.decode", reason="triton is not installed")
+splits = pytest.importorskip("pod_kernels.splits", reason="triton is not installed")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
@@ -69,8 +69,8 @@ def generated(model, steps, monkeypatch, capture=None, **options):
 @pytest.fixture
 def kernels(monkeypatch):
     monkeypatch.setenv("POD_ATTENTION_BACKEND", "fused")
-    monkeypatch.setattr(decode, "BLOCK", 16)
-    monkeypatch.setattr(decode, "SPLITS", 2)
+    monkeypatch.setattr(splits, "BLOCK", 16)
+    monkeypatch.setattr(splits, "SPLITS", 2)
 
 
 @pytest.mark.slow

@@ -7,23 +7,20 @@ import torch
 from torch import Tensor
 
 from pod_kernels import composed, opaque, reference, winners
+from pod_kernels.problem import Problem
 
 
-def _fused(*args, **options) -> Tensor | tuple[Tensor, ...]:
+def _fused(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     try:
         from pod_kernels import fused  # only here, since this imports triton
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise
         raise ValueError("backend 'fused' needs triton: pip install triton, or choose 'composed'") from error
-    return fused.shared_score_attention(*args, **options)
+    return fused.attend(problem)
 
 
-BACKENDS = {
-    "reference": reference.shared_score_attention,
-    "composed": composed.shared_score_attention,
-    "fused": _fused,
-}
+BACKENDS = {"reference": reference.attend, "composed": composed.attend, "fused": _fused}
 BACKEND_VARIABLE = "POD_ATTENTION_BACKEND"
 
 
@@ -103,12 +100,7 @@ def shared_score_attention(
     Raises:
         ValueError: shapes, dtypes, sizes or lengths do not fit, no such backend, or it cannot run here; says which.
     """
-    training = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (q, k, v, q_distant, k_distant)
-    )
-    name = resolve_backend(backend, winners.shape_class(q, training))
-    run = opaque.shared_score_attention if name == "composed" and torch.compiler.is_compiling() else BACKENDS[name]
-    return run(
+    problem = Problem(
         q,
         k,
         v,
@@ -123,3 +115,9 @@ def shared_score_attention(
         return_lse=return_lse,
         return_gate=return_gate,
     )
+    training = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (q, k, v, q_distant, k_distant)
+    )
+    name = resolve_backend(backend, winners.shape_class(q, training))
+    attend = opaque.attend if name == "composed" and torch.compiler.is_compiling() else BACKENDS[name]
+    return problem.results(*attend(problem))

@@ -8,20 +8,16 @@ up the queries in order. The sums are exact and, having no atomic addition, the 
 passes, the first split over the keys, give what methods like SnapKV and CAKE ask of the last queries of a prefill.
 """
 
-import math
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from pod_kernels.softmax import LN_2, LOG2_E, soften
+
 # Tests on the interpreter take smaller ones: queries and keys of a tile, and parts of the keys.
 TILE: tuple[int, int] | None = None
-
 SPLITS: int | None = None
-
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = math.log(2)
 
 
 @triton.jit
@@ -72,14 +68,9 @@ def _attend_chunk(
         is_key = (key < here) | (token >= padding)
         seen = is_key[None, :] & (token[None, :] <= query[:, None]) & (query >= padding)[:, None]
         products = tl.where(seen, products, float("-inf"))
-        highest = tl.maximum(most, tl.max(products, 1))
-        shift = tl.where(highest == float("-inf"), 0.0, highest)
-        weight = tl.exp2(products - shift[:, None])
-        decay = tl.exp2(most - shift)
+        most, total, weight, decay = soften(most, total, products)
         value = tl.load(values + key_at, mask=key_dim, other=0.0)
-        total = total * decay + tl.sum(weight, 1)
         sums = sums * decay[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
-        most = highest
     mass = tl.where(total > 0, total, 1.0)
     sums /= mass[:, None]
     tl.store(out + query_at[:, None] * DIM + dim[None, :], sums.to(out.dtype.element_ty), mask=query_dim)
@@ -253,10 +244,7 @@ def _masses(
             (unit * GROUPS + tl.program_id(1)) * count, row * count, key_token, held_token, query, count,
             start + column, last, scale, DIM, DIM_2,
         )  # fmt: skip
-        highest = tl.maximum(most, tl.max(products, 1))
-        shift = tl.where(highest == float("-inf"), 0.0, highest)
-        total = total * tl.exp2(most - shift) + tl.sum(tl.exp2(products - shift[:, None]), 1)
-        most = highest
+        most, total, _, _ = soften(most, total, products)
     mass = tl.where(total > 0, most + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
     into = ((unit * GROUPS + tl.program_id(1)) * SPLITS + split) * count + query
     tl.store(masses + into, mass, mask=query < count)
@@ -353,7 +341,7 @@ def column_statistics(
         q, keys, key_positions, positions, masses, *shape, SPLITS=splits, **sizes
     )
     # In powers of two, as the parts are; a padded query sees nothing and gives nothing.
-    masses = torch.logsumexp(masses * LN_2, dim=3) / LN_2
+    masses = torch.logsumexp(masses * LN_2.value, dim=3) / LN_2.value
     masses = masses.masked_fill(masses == -torch.inf, torch.inf)
     sums = torch.empty(heads, batch, groups, width, dtype=torch.float32, device=q.device)
     variances, entropies = (torch.empty_like(sums), torch.empty_like(sums)) if with_spread else (None, None)

@@ -6,7 +6,7 @@ first), S = H_kv - A the others, W columns of the workspace, M places for own ke
 One program attends with the G query heads of one row and KV head to a part of what is stored. `_attend` runs over an
 anchor's keys and values and leaves its distant scores in the workspace; over another head's distant values with those
 scores (or with the anchor's keys, under `share: keys`); and over that head's proximal tokens with its own keys.
-`_merge` adds up the parts in a fixed order, so that equal inputs give equal bits.
+`Parts` adds up what the programs leave.
 
 Early skip takes two launches more: the first knows the gate without a distant value (`_attend` in its phase 1), the
 second decides on the device, each of its programs the same, and reads the distant values where they are needed.
@@ -27,16 +27,10 @@ from torch import Tensor
 from pod_kernels.packed import PackedLayer
 from pod_kernels.segments import LayerSegments, Segments
 from pod_kernels.skipping import SkipStats
-
-# Tests on the interpreter take smaller ones: None chooses by head dimension and device.
-BLOCK: int | None = None
-SPLITS: int | None = None
-
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
+from pod_kernels.softmax import LOG2_E, soften
+from pod_kernels.splits import Parts
 
 WHOLE, LOGITS, VALUES = 0, 1, 2  # phases of `_attend`
-NUMBERS = 5  # of each part: maximum, sum, its distant share; maximum and sum of what the output takes
 
 
 @triton.jit
@@ -152,13 +146,8 @@ def _attend(
             value = tl.load(values + (value_base + slot)[:, None] * DIM + dim[None, :], mask=taken, other=0.0)
             logits = tl.dot(asked, tl.trans(key), input_precision="ieee") * (scale * LOG2_E)
             logits = tl.where(inside[None, :], logits, float("-inf"))
-            highest = tl.maximum(most, tl.max(logits, 1))
-            shift = tl.where(highest == float("-inf"), 0.0, highest)
-            weight = tl.exp2(logits - shift[:, None])
-            decay = tl.exp2(most - shift)
-            total = total * decay + tl.sum(weight, 1)
+            most, total, weight, decay = soften(most, total, logits)
             sums = sums * decay[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
-            most = highest
     else:
         first = 0
         last = at + 1
@@ -239,13 +228,8 @@ def _attend(
             logits *= LOG2_E
             if PHASE == 2:
                 logits = tl.where(is_skipped[:, None], float("-inf"), logits)
-            highest = tl.maximum(most, tl.max(logits, 1))
-            shift = tl.where(highest == float("-inf"), 0.0, highest)
-            weight = tl.exp2(logits - shift[:, None])
-            decay = tl.exp2(most - shift)
-            total = total * decay + tl.sum(weight, 1)
+            most, total, weight, decay = soften(most, total, logits)
             total_distant = total_distant * decay + tl.sum(tl.where(is_distant[None, :], weight, 0.0), 1)
-            most = highest
             if PHASE != 1:
                 taken = inside[:, None] & (dim < DIM)[None, :]
                 value = tl.load(values + (value_base + slot)[:, None] * DIM + dim[None, :], mask=taken, other=0.0)
@@ -261,65 +245,6 @@ def _attend(
         tl.store(numbers + into + 4 * GROUPS, total, mask=is_lane)
         into_part = ((unit * SPLITS + split) * GROUPS + lane)[:, None] * DIM + dim[None, :]
         tl.store(parts + into_part, sums, mask=lane_dim)
-
-
-@triton.jit
-def _merge(
-    parts,
-    numbers,
-    order,
-    out,
-    lse,
-    gate,
-    KV_HEADS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    DIM: tl.constexpr,
-    ORDERED: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SPLITS_2: tl.constexpr,
-    LANES: tl.constexpr,
-    DIM_2: tl.constexpr,
-):
-    """Grid (B, H_kv): one row's query heads of one KV head, their parts in order."""
-    row = tl.program_id(0).to(tl.int64)
-    place = tl.program_id(1)
-    kv_head = place
-    if ORDERED:
-        kv_head = tl.load(order + place).to(tl.int32)
-    lane = tl.arange(0, LANES)
-    dim = tl.arange(0, DIM_2)
-    part = tl.arange(0, SPLITS_2)
-    is_lane = lane < GROUPS
-    lane_dim = is_lane[:, None] & (dim < DIM)[None, :]
-    unit = row * KV_HEADS + place
-    known = (unit * SPLITS + part)[:, None] * (5 * GROUPS) + lane[None, :]
-    is_part = (part < SPLITS)[:, None] & is_lane[None, :]
-    head = (row * KV_HEADS + kv_head) * GROUPS + lane
-
-    most = tl.load(numbers + known, mask=is_part, other=float("-inf"))
-    top = tl.max(most, 0)
-    factors = tl.exp2(most - tl.where(top == float("-inf"), 0.0, top)[None, :])
-    mass = tl.sum(factors * tl.load(numbers + known + GROUPS, mask=is_part, other=0.0), 0)
-    distant_mass = tl.sum(factors * tl.load(numbers + known + 2 * GROUPS, mask=is_part, other=0.0), 0)
-    is_some = mass > 0
-    mass = tl.where(is_some, mass, 1.0)
-    tl.store(lse + head, tl.where(is_some, (top + tl.log2(mass)) * LN_2, float("-inf")), mask=is_lane)
-    tl.store(gate + head, 1.0 - distant_mass / mass, mask=is_lane)
-
-    top = tl.max(tl.load(numbers + known + 3 * GROUPS, mask=is_part, other=float("-inf")), 0)
-    top = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.full([LANES], 0.0, tl.float32)
-    sums = tl.full([LANES, DIM_2], 0.0, tl.float32)
-    for index in range(0, SPLITS):
-        at = (unit * SPLITS + index) * (5 * GROUPS) + lane
-        factor = tl.exp2(tl.load(numbers + at + 3 * GROUPS, mask=is_lane, other=float("-inf")) - top)
-        total += factor * tl.load(numbers + at + 4 * GROUPS, mask=is_lane, other=0.0)
-        # A part that counts nothing is not read.
-        taken = lane_dim & (factor > 0)[:, None]
-        at_part = ((unit * SPLITS + index) * GROUPS + lane)[:, None] * DIM + dim[None, :]
-        sums += factor[:, None] * tl.load(parts + at_part, mask=taken, other=0.0)
-    sums /= tl.where(total > 0, total, 1.0)[:, None]
-    tl.store(out + head[:, None] * DIM + dim[None, :], sums.to(out.dtype.element_ty), mask=lane_dim)
 
 
 class HeadRun(NamedTuple):
@@ -356,34 +281,6 @@ def head_runs(
         else:
             runs.append(HeadRun(place, 1, segments, index, table, table_index))
     return runs
-
-
-class Tiles(NamedTuple):
-    """How the work is cut: slots of a tile, parts of a head's work, and how many of these are proximal."""
-
-    block: int
-    splits: int
-    near_splits: int
-
-
-def tiles(q: Tensor, kv_heads: int, length: int, near: int) -> Tiles:
-    """Tiles for q [B, H, 1, D] and segments of `length` slots, `near` tokens of which are proximal.
-
-    They follow from capacities, not from how much is stored: each other number of parts is a kernel to be compiled.
-    """
-    width = triton.next_power_of_2(max(16, q.shape[-1]))
-    block = BLOCK or min(128, max(16, 16384 // (width * q.element_size())))
-    splits = SPLITS
-    if splits is None:
-        processors = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 1
-        # Many programs for each processor, so that the last wave is a small part; each has a few tiles to load ahead.
-        splits = min(128, triton.cdiv(16 * processors, q.shape[0] * kv_heads), triton.cdiv(length, 4 * block) + 1)
-        splits = triton.next_power_of_2(splits)
-    splits = max(2, splits)
-    # A proximal token costs a key and a value, a distant one a value.
-    near = min(near, length)
-    near_splits = round(splits * 2 * near / max(1, 2 * near + length - near))
-    return Tiles(block, splits, min(splits - 1, max(1, near_splits)))
 
 
 def decode_attention(
@@ -435,21 +332,8 @@ def decode_attention(
     kv_heads = values.offsets.shape[1]
     groups = heads // kv_heads
     q, positions = q.contiguous(), positions.contiguous()
-    cut = tiles(q, kv_heads, length, sink_size + recent_size)
-    sizes = {
-        "KV_HEADS": kv_heads,
-        "GROUPS": groups,
-        "DIM": dim,
-        "ORDERED": order is not None,
-        "SPLITS": cut.splits,
-        "SPLITS_2": triton.next_power_of_2(cut.splits),
-        "LANES": max(16, triton.next_power_of_2(groups)),
-        "DIM_2": triton.next_power_of_2(max(16, dim)),
-        "num_warps": 4,
-    }
-    parts = torch.empty(batch, kv_heads, cut.splits, groups, dim, dtype=torch.float32, device=q.device)
-    numbers = torch.empty(batch, kv_heads, cut.splits, NUMBERS, groups, dtype=torch.float32, device=q.device)
-    order = q if order is None else order
+    split = Parts(q, kv_heads, length, sink_size + recent_size)
+    cut = split.tiles
     is_packed = near_positions is not None
     skips = tau is not None and bool(shared_runs)
     counts = stats.counter(batch, kv_heads, q.device) if skips and stats is not None else None
@@ -480,13 +364,13 @@ def decode_attention(
             q if scores is None else scores,
             weights,
             positions,
-            order,
+            q if order is None else order,
             keys.offsets,
             values.offsets,
             held.offsets,
             values.capacities,
-            parts,
-            numbers,
+            split.sums,
+            split.numbers,
             counts,
             run.first,
             run.first_key,
@@ -514,7 +398,9 @@ def decode_attention(
             NEAR_SPLITS=near_splits,
             BLOCK=cut.block,
             num_stages=2,
-            **sizes,
+            ORDERED=order is not None,
+            SPLITS_2=split.splits_2,
+            **split.sizes,
         )
 
     if q_distant is not None:
@@ -524,11 +410,7 @@ def decode_attention(
     for run in shared_runs:
         for phase in (LOGITS, VALUES) if skips else (WHOLE,):
             launch(run, False, phase)
-    out = torch.empty_like(q)
-    lse = torch.empty(batch, heads, 1, dtype=torch.float32, device=q.device)
-    gate = torch.empty_like(lse)
-    _merge[(batch, kv_heads)](parts, numbers, order, out, lse, gate, **sizes)
-    return out, lse, gate
+    return split.merged(q, order)
 
 
 def cached_decode(
@@ -627,242 +509,3 @@ def packed_decode(
     lse = (lse if layer.index is None else lse[layer.index])[:anchors]
     # A padded row sees nothing: -inf - inf, and so weights of zero.
     return out, weights.sub_(lse.masked_fill(lse == -torch.inf, torch.inf)).exp_()[..., None, :]
-
-
-@triton.jit
-def _attend_slots(
-    q,
-    keys,
-    values,
-    new_keys,
-    new_values,
-    ranks,
-    cos,
-    sin,
-    window,
-    logits,
-    kept,
-    positions,
-    parts,
-    numbers,
-    first_place,
-    batch,
-    places,
-    used,
-    rank_head,
-    rank_row,
-    window_row,
-    kept_row,
-    sinks,
-    recent,
-    scale,
-    KV_HEADS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    DIM: tl.constexpr,
-    FROM_KEYS: tl.constexpr,
-    WRITES: tl.constexpr,
-    SPLITS: tl.constexpr,
-    LANES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DIM_2: tl.constexpr,
-    HALF_2: tl.constexpr,
-):
-    """Grid (B, heads of this launch, SPLITS): fixed slots, and behind them the new token, which has no slot yet."""
-    row = tl.program_id(0).to(tl.int64)
-    index = tl.program_id(1)
-    place = first_place + index
-    split = tl.program_id(2)
-    half: tl.constexpr = DIM // 2
-    lane = tl.arange(0, LANES)
-    dim = tl.arange(0, DIM_2)
-    pair = tl.arange(0, HALF_2)
-    column = tl.arange(0, BLOCK)
-    is_lane = lane < GROUPS
-    lane_dim = is_lane[:, None] & (dim < DIM)[None, :]
-    lane_pair = is_lane[:, None] & (pair < half)[None, :]
-    at = tl.load(positions + row).to(tl.int32)
-    here = tl.where(at >= 0, tl.load(kept + row * kept_row).to(tl.int32), 0)
-    own = tl.where(at >= 0, used, -1)  # a padded row sees nothing
-    unit = row * KV_HEADS + place
-    base = (place * batch + row) * places
-    new = (place * batch + row) * DIM
-    logits += (index * batch + row) * GROUPS * (used + 1)
-    asked_at = (unit * GROUPS + lane)[:, None] * DIM
-    first_asked = tl.load(q + asked_at + pair[None, :], mask=lane_pair, other=0.0)
-    second_asked = tl.load(q + asked_at + half + pair[None, :], mask=lane_pair, other=0.0)
-    most = tl.full([LANES], float("-inf"), tl.float32)
-    total = tl.full([LANES], 0.0, tl.float32)
-    sums = tl.full([LANES, DIM_2], 0.0, tl.float32)
-
-    share = (used + SPLITS * BLOCK) // (SPLITS * BLOCK) * BLOCK
-    last = tl.minimum(used + 1, (split + 1) * share)
-    for start in range(split * share, last, BLOCK):
-        slot = start + column
-        in_slots = (slot < last) & (slot < here)
-        is_new = (slot < last) & (slot == own)
-        if window is not None:
-            held = tl.load(window + row * window_row + slot, mask=in_slots, other=0).to(tl.int32)
-            in_slots = in_slots & ((held < sinks) | (at - held < recent))
-        seen = in_slots | is_new
-        logits_at = lane[:, None] * (used + 1) + slot[None, :]
-        inside = is_lane[:, None] & (slot < last)[None, :]
-        if FROM_KEYS:
-            key_at = (base + slot)[:, None] * DIM + pair[None, :]
-            taken = in_slots[:, None] & (pair < half)[None, :]
-            taken_new = is_new[:, None] & (pair < half)[None, :]
-            first_key = tl.load(keys + key_at, mask=taken, other=0.0)
-            second_key = tl.load(keys + key_at + half, mask=taken, other=0.0)
-            if ranks is not None:
-                rank = tl.load(ranks + place * rank_head + row * rank_row + slot, mask=in_slots, other=0)
-                angle_at = rank[:, None] * half + pair[None, :]
-                cosine = tl.load(cos + angle_at, mask=taken, other=0.0).to(tl.float32)
-                sine = tl.load(sin + angle_at, mask=taken, other=0.0).to(tl.float32)
-                first, second = first_key.to(tl.float32), second_key.to(tl.float32)
-                first_key = (first * cosine - second * sine).to(q.dtype.element_ty)
-                second_key = (second * cosine + first * sine).to(q.dtype.element_ty)
-            new_at = new + (slot * 0)[:, None] + pair[None, :]
-            first_key += tl.load(new_keys + new_at, mask=taken_new, other=0.0)
-            second_key += tl.load(new_keys + new_at + half, mask=taken_new, other=0.0)
-            products = tl.dot(first_asked, tl.trans(first_key), input_precision="ieee")
-            products = tl.dot(second_asked, tl.trans(second_key), products, input_precision="ieee") * scale
-            products = tl.where(seen[None, :], products, float("-inf"))
-            if WRITES:
-                tl.store(logits + logits_at, products, mask=inside)
-        else:
-            products = tl.load(logits + logits_at, mask=inside, other=float("-inf"))
-            products = tl.where(seen[None, :], products, float("-inf"))
-        products *= LOG2_E
-        value_at = (base + slot)[:, None] * DIM + dim[None, :]
-        value = tl.load(values + value_at, mask=in_slots[:, None] & (dim < DIM)[None, :], other=0.0)
-        value_at = new + (slot * 0)[:, None] + dim[None, :]
-        value += tl.load(new_values + value_at, mask=is_new[:, None] & (dim < DIM)[None, :], other=0.0)
-        highest = tl.maximum(most, tl.max(products, 1))
-        shift = tl.where(highest == float("-inf"), 0.0, highest)
-        weight = tl.exp2(products - shift[:, None])
-        decay = tl.exp2(most - shift)
-        total = total * decay + tl.sum(weight, 1)
-        sums = sums * decay[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
-        most = highest
-
-    into = (unit * SPLITS + split) * (5 * GROUPS) + lane
-    for number in tl.static_range(0, 4, 3):
-        tl.store(numbers + into + number * GROUPS, most, mask=is_lane)
-        tl.store(numbers + into + (number + 1) * GROUPS, total, mask=is_lane)
-    tl.store(numbers + into + 2 * GROUPS, total * 0.0, mask=is_lane)
-    into_part = ((unit * SPLITS + split) * GROUPS + lane)[:, None] * DIM + dim[None, :]
-    tl.store(parts + into_part, sums, mask=lane_dim)
-
-
-def slot_decode(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    new_keys: Tensor,
-    new_values: Tensor,
-    *,
-    used: int,
-    kept: Tensor,
-    positions: Tensor,
-    shared_logits: Tensor | None,
-    scale: float,
-    ranks: Tensor | None = None,
-    table: tuple[Tensor, Tensor] | None = None,
-    window: Tensor | None = None,
-    sink_size: int = 0,
-    recent_size: int = 0,
-    decay: float | None = None,
-    return_logits: bool = False,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """`pod_kernels.slots.slot_attention` of one query in each row; keys are turned to their places as they are read.
-
-    Args:
-        q: [H_kv, B, G, 1, D] in storage order, turned to its place.
-        keys, values: [A, B, P, D] and [H_kv, B, P, D], of which the first F = `used` slots are in use.
-        new_keys, new_values: [H_kv, B, 1, D] of the queries' own tokens, keys turned to their places.
-        kept: [B or 1] int64 slots in use in each row.
-        positions: [B, 1] int64, -1 for padding.
-        shared_logits: [S, B, G, 1, F + 1] float32 of the other heads, proximal ones in their places.
-        ranks, table: [A, B, F] int64 places of the slots' keys, and cos and sin [.., D / 2] by place; None: keys are
-            stored as they are used.
-        window: [B, F] int64 positions of the slots where only proximal ones count, by `sink_size` and `recent_size`.
-        decay: factor of the query in the sums; None for no sums.
-        return_logits: also the anchor heads' logits.
-
-    Returns:
-        out [H_kv, B, G, 1, D], sums [A, B, G, F + 1] float32, logits [A, B, G, 1, F + 1] float32.
-    """
-    kv_heads, batch, groups, _, dim = q.shape
-    anchors = len(keys)
-    asked = q.transpose(0, 1).contiguous()
-    cut = tiles(asked.view(batch, -1, 1, dim), kv_heads, values.shape[2] + 1, 0)
-    sizes = {
-        "KV_HEADS": kv_heads,
-        "GROUPS": groups,
-        "DIM": dim,
-        "SPLITS": cut.splits,
-        "LANES": max(16, triton.next_power_of_2(groups)),
-        "DIM_2": triton.next_power_of_2(max(16, dim)),
-    }
-    options = {"dtype": torch.float32, "device": q.device}
-    parts = torch.empty(batch, kv_heads, cut.splits, groups, dim, **options)
-    numbers = torch.empty(batch, kv_heads, cut.splits, NUMBERS, groups, **options)
-    keeps = return_logits or decay is not None
-    logits = torch.empty(anchors, batch, groups, used + 1, **options) if keeps else None
-    cos, sin = (None, None) if table is None else (part.contiguous() for part in table)
-    for first, count, products in ((0, anchors, logits), (anchors, kv_heads - anchors, shared_logits)):
-        if not count:
-            continue
-        _attend_slots[(batch, count, cut.splits)](
-            asked,
-            keys,
-            values,
-            new_keys.contiguous(),
-            new_values.contiguous(),
-            ranks,
-            cos,
-            sin,
-            window,
-            parts if products is None else products,
-            kept,
-            positions.contiguous(),
-            parts,
-            numbers,
-            first,
-            batch,
-            values.shape[2],
-            used,
-            *((0, 0) if ranks is None else ranks.stride()[:2]),
-            0 if window is None else window.stride(0),
-            0 if len(kept) == 1 else 1,
-            sink_size,
-            recent_size,
-            scale,
-            FROM_KEYS=first == 0 and anchors > 0,
-            WRITES=keeps,
-            BLOCK=cut.block,
-            HALF_2=triton.next_power_of_2(max(16, dim // 2)),
-            num_warps=4,
-            num_stages=2,
-            **sizes,
-        )
-    out = torch.empty_like(asked)
-    lse = torch.empty(batch, kv_heads, groups, 1, **options)
-    gate = torch.empty_like(lse)
-    _merge[(batch, kv_heads)](
-        parts,
-        numbers,
-        asked,
-        out,
-        lse,
-        gate,
-        ORDERED=False,
-        SPLITS_2=triton.next_power_of_2(cut.splits),
-        num_warps=4,
-        **sizes,
-    )
-    sums = None
-    if decay is not None:
-        # A padded row sees nothing: -inf - inf, and so sums of zero.
-        lse = lse.transpose(0, 1)[:anchors]
-        sums = (logits - lse.masked_fill(lse == -torch.inf, torch.inf)).exp_().mul_(decay)
-    return out.transpose(0, 1), sums, logits[..., None, :] if return_logits else None

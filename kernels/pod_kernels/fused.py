@@ -1,26 +1,8 @@
-"""Shared-score attention in one online softmax over two sources of logits: Triton kernels, forward and backward.
+"""Shared-score attention in one Triton kernel over two sources of logits: launches and operations.
 
 Never imported before it is used: importing it imports triton (`pod_kernels.attention` does so when it runs it).
 
-The pairs (query i, key j) of PoD (arXiv 2412.02252, Eq. 3 and 4) are taken in tiles, first those with distant pairs
-(logits from q_distant and k_distant), then those with proximal ones (from q and k). In a plain tile all pairs belong
-to the source and no mask is needed; the others, on a border (of the sinks, the window, the diagonal, a document), are
-masked, and only these may be visited for both sources. Along one row of tiles of a long sequence, left to right:
-
-    distant                   masked  plain ............... plain  masked
-    proximal  masked (sinks)                                       masked (window)  plain .. plain  masked (diagonal)
-
-Where each run begins and ends follows from the first and last token of a tile (`distant_keys`, `proximal_keys`, and
-for a tile of keys `distant_queries`, `proximal_queries`), so that no empty tile is visited. The peak and the sum of the
-online softmax go on from one source to the next, and what the first left is the distant share that the gate needs.
-One source at a time also means that only its accumulators occupy registers.
-
-The backward is deterministic: one kernel owns a tile of queries (dq, dq_distant), the other a tile of keys (dk, dv,
-dk_distant) and sums over the query heads that share it; nothing is added atomically. Each recomputes the weights as
-exp(logit - lse) with the log-sum-exp of both sources together, so that no gradient flows through it.
-
-With padding or documents a tensor `spans` [2, B, T] holds, for each token, the first column of its sequence and the
-column after the last one; a padded token has the first at T and the last at 0, so that it sees nothing.
+The kernels are `fused_forward.py` and `fused_backward.py`; `fused_tiles.py` says how the pairs are cut into tiles.
 """
 
 import os
@@ -28,686 +10,16 @@ from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
-from pod_kernels import reference
+from pod_kernels.fused_backward import key_grad_kernel, query_grad_kernel
+from pod_kernels.fused_forward import forward_kernel
+from pod_kernels.problem import Problem
+from pod_kernels.sequences import sequence_spans
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # as it was when the kernels below were made
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # as it was when the kernels were made
 
-# Numbers whose values are no reason to compile again.
-ANY = ["batch", "heads", "kv_heads", "groups", "length", "section", "S", "R", "scale"]
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
-NEVER = tl.constexpr(2**30)
-
-
-# Which tiles are visited: three runs of masked tiles and one of plain ones, each as (first tile, number of tiles).
-# S is sink_size and R is recent_size. `first` and `last` are the columns of a tile's first and last real token (last is
-# -1 where there is none), `low` and `high` the columns where the sequences of these two begin. Where the two differ,
-# several documents meet in the tile, and all is masked; if it is more than twice as long as the tiles of the other
-# side, one between two documents' pairs may be empty.
-
-
-@triton.jit
-def _clamp(value, low, high):
-    return tl.minimum(tl.maximum(value, low), high)
-
-
-@triton.jit
-def distant_keys(columns, starts, real, first, last, low, high, S, R, KEY_TILE: tl.constexpr, SPANS: tl.constexpr):
-    """Tiles of keys with distant pairs for a tile of queries; `columns`, `starts`, `real` hold its queries."""
-    last_low = last
-    other_begin, other_end = 0, 0
-    if SPANS:
-        # The queries of the first sequence, whose keys may lie far back, and those of the others, which begin here.
-        last_low = tl.max(tl.where(real & (starts == low), columns, -1), 0)
-        is_other = real & (starts > low) & (columns - R >= starts + S)
-        other_begin = tl.min(tl.where(is_other, starts + S, NEVER), 0) // KEY_TILE
-        other_end = tl.cdiv(tl.max(tl.where(is_other, columns - R + 1, 0), 0), KEY_TILE)
-    begin = (low + S) // KEY_TILE
-    end = tl.where(last_low - R >= low + S, tl.cdiv(tl.maximum(last_low - R + 1, 0), KEY_TILE), begin)
-    # All keys are past the sinks, and none is recent for any query.
-    plain = tl.minimum(tl.where(low == high, tl.cdiv(low + S, KEY_TILE), end), end)
-    plain_end = _clamp(tl.maximum(first - R + 1, 0) // KEY_TILE, plain, end)
-    other_begin = tl.maximum(other_begin, end)
-    other = tl.maximum(other_end - other_begin, 0)
-    return begin, plain - begin, plain_end, end - plain_end, other_begin, other, plain, plain_end - plain
-
-
-@triton.jit
-def proximal_keys(columns, starts, real, first, last, low, high, S, R, KEY_TILE: tl.constexpr, SPANS: tl.constexpr):
-    """Tiles of keys with proximal pairs for a tile of queries."""
-    last_low = last
-    if SPANS:
-        last_low = tl.max(tl.where(real & (starts == low), columns, -1), 0)
-    end = tl.cdiv(last + 1, KEY_TILE)
-    begin = tl.minimum(low // KEY_TILE, end)
-    sink_end = tl.cdiv(tl.minimum(low + S, last_low + 1), KEY_TILE)
-    sink_end = tl.where(S > 0, _clamp(sink_end, begin, end), begin)
-    window = _clamp(tl.maximum(first - R + 1, low) // KEY_TILE, sink_end, end)
-    # All keys are in the window of every query, and in its sequence; then: seen by every query.
-    plain = tl.maximum(tl.cdiv(tl.maximum(last - R + 1, 0), KEY_TILE), tl.cdiv(low, KEY_TILE))
-    plain = tl.where(low == high, _clamp(plain, window, end), end)
-    plain_end = _clamp((first + 1) // KEY_TILE, plain, end)
-    return begin, sink_end - begin, window, plain - window, plain_end, end - plain_end, plain, plain_end - plain
-
-
-@triton.jit
-def distant_queries(
-    columns,
-    starts,
-    stops,
-    real,
-    first,
-    last,
-    low,
-    high,
-    stop,
-    S,
-    R,
-    QUERY_TILE: tl.constexpr,
-    SPANS: tl.constexpr,
-):
-    """Tiles of queries with distant pairs for a tile of keys; `stop` is the column after the last one's sequence."""
-    other_begin, other_end = 0, 0
-    if SPANS:
-        # The keys of all sequences but the last, whose queries lie before the tile's end.
-        is_other = real & (starts < high) & (columns >= starts + S) & (columns + R < stops)
-        other_begin = tl.min(tl.where(is_other, columns + R, NEVER), 0) // QUERY_TILE
-        other_end = tl.cdiv(tl.max(tl.where(is_other, stops, 0), 0), QUERY_TILE)
-        other_begin = tl.minimum(other_begin, other_end)
-    first_distant = tl.maximum(first, high + S)
-    begin = tl.maximum((first_distant + R) // QUERY_TILE, other_end)
-    any_distant = (first_distant <= last) & (first_distant + R < stop)
-    end = tl.where(any_distant, tl.maximum(tl.cdiv(stop, QUERY_TILE), begin), begin)
-    # No key is a sink, and none is recent for any query; then: no query is of a later sequence.
-    is_plain = (low == high) & (first >= low + S)
-    plain = tl.where(is_plain, _clamp(tl.cdiv(last + R, QUERY_TILE), begin, end), end)
-    plain_end = _clamp(stop // QUERY_TILE, plain, end)
-    other = other_end - other_begin
-    return begin, plain - begin, plain_end, end - plain_end, other_begin, other, plain, plain_end - plain
-
-
-@triton.jit
-def proximal_queries(first, last, low, high, stop, S, R, QUERY_TILE: tl.constexpr):
-    """Tiles of queries with proximal pairs for a tile of keys; `stop` is the column after the last one's sequence."""
-    has_sinks = tl.maximum(first, high) < high + S
-    end = tl.cdiv(tl.where(has_sinks, stop, tl.minimum(stop, last + R)), QUERY_TILE)
-    begin = tl.minimum(first // QUERY_TILE, end)
-    # All keys are seen by every query; then: in its window (or sinks), and no query is of a later sequence.
-    plain = tl.where(low == high, _clamp(tl.cdiv(last, QUERY_TILE), begin, end), end)
-    window = tl.where(last < low + S, NEVER, (first + R) // QUERY_TILE)
-    plain_end = _clamp(tl.minimum(window, stop // QUERY_TILE), plain, end)
-    return begin, plain - begin, plain_end, end - plain_end, 0, 0, plain, plain_end - plain
-
-
-@triton.jit
-def _tile_of(index, start_0, count_0, start_1, count_1, start_2):
-    """The index-th tile of three runs, one after the other."""
-    second = index - count_0
-    third = second - count_1
-    return tl.where(second < 0, start_0 + index, tl.where(third < 0, start_1 + second, start_2 + third))
-
-
-@triton.jit
-def _wanted(rows, columns, starts, S, R, DISTANT: tl.constexpr):
-    """Which pairs are visible and of the source; all broadcast against one another."""
-    if DISTANT:
-        return (columns >= starts + S) & (rows - columns >= R)
-    else:
-        return (columns <= rows) & (columns >= starts) & ((columns < starts + S) | (rows - columns < R))
-
-
-@triton.jit
-def _program(tiles, heads, section):
-    """(tile, head of all rows) of this program: `section` heads together, in each of these all heads of a tile."""
-    program = tl.program_id(0)
-    first = program // (section * tiles) * section
-    width = tl.minimum(section, heads - first)
-    rest = program - first * tiles
-    return rest // width, first + rest % width
-
-
-@triton.jit
-def _tokens(spans, row, first, length, TILE: tl.constexpr, SPANS: tl.constexpr):
-    """Columns and starts of a tile's tokens, which of them are real; first, last, low and high as above."""
-    columns = first + tl.arange(0, TILE)
-    if SPANS:
-        starts = tl.load(spans + row.to(tl.int64) * length + columns, mask=columns < length, other=length)
-        real = starts < length
-        first_real = tl.min(tl.where(real, columns, length), 0)
-        last_real = tl.max(tl.where(real, columns, -1), 0)
-        return columns, starts, real, first_real, last_real, tl.min(starts, 0), tl.max(tl.where(real, starts, 0), 0)
-    else:
-        starts = tl.zeros([TILE], tl.int32)
-        return columns, starts, columns < length, first, tl.minimum(first + TILE, length) - 1, 0, 0
-
-
-@triton.jit
-def _load(
-    base, stride, first, wanted, ROWS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, CHECK: tl.constexpr
-):
-    """[ROWS, PADDED] from row `first` on; zero beyond DIM, and in rows not `wanted` where that is to be checked."""
-    rows, dims = tl.arange(0, ROWS), tl.arange(0, PADDED)
-    # 64 bits: a token's offset in a sequence of a million passes 2 ** 31.
-    pointers = base + first.to(tl.int64) * stride + rows[:, None] * stride + dims[None, :]
-    if CHECK and DIM != PADDED:
-        return tl.load(pointers, mask=wanted[:, None] & (dims < DIM)[None, :], other=0.0)
-    elif CHECK:
-        return tl.load(pointers, mask=wanted[:, None], other=0.0)
-    elif DIM != PADDED:
-        return tl.load(pointers, mask=(dims < DIM)[None, :], other=0.0)
-    else:
-        return tl.load(pointers)
-
-
-@triton.jit
-def _store(base, stride, first, length, values, ROWS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr):
-    rows, dims = tl.arange(0, ROWS), tl.arange(0, PADDED)
-    pointers = base + first.to(tl.int64) * stride + rows[:, None] * stride + dims[None, :]
-    mask = (first + rows < length)[:, None] & (dims < DIM)[None, :]
-    tl.store(pointers, values.to(base.dtype.element_ty), mask=mask)
-
-
-# Forward
-
-
-@triton.jit
-def _attend(
-    out,
-    peak,
-    total,
-    q,
-    columns,
-    starts,
-    k_ptr,
-    v_ptr,
-    k_t,
-    v_t,
-    length,
-    S,
-    R,
-    scale,
-    start_0,
-    count_0,
-    start_1,
-    count_1,
-    start_2,
-    count_2,
-    MASKED: tl.constexpr,
-    DISTANT: tl.constexpr,
-    DIM: tl.constexpr,
-    PADDED: tl.constexpr,
-    KEY_TILE: tl.constexpr,
-):
-    """The online softmax of a tile of queries over three runs of tiles of keys."""
-    for index in tl.range(0, count_0 + count_1 + count_2):
-        first = _tile_of(index, start_0, count_0, start_1, count_1, start_2) * KEY_TILE
-        keys = first + tl.arange(0, KEY_TILE)
-        k = _load(k_ptr, k_t, first, keys < length, KEY_TILE, DIM, PADDED, MASKED)
-        logits = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if MASKED:
-            wanted = _wanted(columns[:, None], keys[None, :], starts[:, None], S, R, DISTANT)
-            logits = tl.where(wanted, logits, -float("inf"))
-        new_peak = tl.maximum(peak, tl.max(logits, 1) * scale)
-        # A query that has seen no key yet: -inf - -inf would be NaN.
-        base = tl.where(new_peak == -float("inf"), 0.0, new_peak) if MASKED else new_peak
-        weights = tl.exp2(logits * scale - base[:, None])
-        fade = tl.exp2(peak - base)
-        total = total * fade + tl.sum(weights, 1)
-        v = _load(v_ptr, v_t, first, keys < length, KEY_TILE, DIM, PADDED, MASKED)
-        out = tl.dot(weights.to(v.dtype), v, out * fade[:, None], input_precision="ieee")
-        peak = new_peak
-    return out, peak, total
-
-
-@triton.jit(do_not_specialize=ANY)
-def _forward_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    q_distant_ptr,
-    k_distant_ptr,
-    spans_ptr,
-    out_ptr,
-    lse_ptr,
-    gate_ptr,
-    q_b,
-    q_h,
-    q_t,
-    k_b,
-    k_h,
-    k_t,
-    v_b,
-    v_h,
-    v_t,
-    q_distant_b,
-    q_distant_h,
-    q_distant_t,
-    k_distant_b,
-    k_distant_h,
-    k_distant_t,
-    out_b,
-    out_h,
-    out_t,
-    batch,
-    heads,
-    groups,
-    length,
-    section,
-    S,
-    R,
-    scale,
-    DIM: tl.constexpr,
-    PADDED: tl.constexpr,
-    QUERY_TILE: tl.constexpr,
-    KEY_TILE: tl.constexpr,
-    DISTANT: tl.constexpr,
-    SPANS: tl.constexpr,
-    GATE: tl.constexpr,
-):
-    tiles = tl.cdiv(length, QUERY_TILE)
-    tile, flat_head = _program(tiles, batch * heads, section)
-    begin = (tiles - 1 - tile) * QUERY_TILE  # the longest rows of tiles first
-    row, head = flat_head // heads, flat_head % heads
-    b, h, h_kv = row.to(tl.int64), head.to(tl.int64), (head // groups).to(tl.int64)
-    k_ptr += b * k_b + h_kv * k_h
-    v_ptr += b * v_b + h_kv * v_h
-    columns, starts, real, first, last, low, high = _tokens(spans_ptr, row, begin, length, QUERY_TILE, SPANS)
-    scale *= LOG2_E
-
-    out = tl.zeros([QUERY_TILE, PADDED], tl.float32)
-    peak = tl.full([QUERY_TILE], -float("inf"), tl.float32)
-    total = tl.zeros([QUERY_TILE], tl.float32)
-    if DISTANT:
-        k_distant_ptr += b * k_distant_b + h_kv * k_distant_h
-        base = q_distant_ptr + b * q_distant_b + h * q_distant_h
-        q_distant = _load(base, q_distant_t, begin, real, QUERY_TILE, DIM, PADDED, True)
-        s0, n0, s1, n1, s2, n2, plain, count = distant_keys(
-            columns, starts, real, first, last, low, high, S, R, KEY_TILE, SPANS
-        )
-        out, peak, total = _attend(
-            out, peak, total, q_distant, columns, starts, k_distant_ptr, v_ptr, k_distant_t, v_t, length, S, R, scale,
-            s0, n0, s1, n1, s2, n2, True, True, DIM, PADDED, KEY_TILE,
-        )  # fmt: skip
-        out, peak, total = _attend(
-            out, peak, total, q_distant, columns, starts, k_distant_ptr, v_ptr, k_distant_t, v_t, length, S, R, scale,
-            plain, count, 0, 0, 0, 0, False, True, DIM, PADDED, KEY_TILE,
-        )  # fmt: skip
-    distant_peak, distant_total = peak, total
-    q = _load(q_ptr + b * q_b + h * q_h, q_t, begin, real, QUERY_TILE, DIM, PADDED, True)
-    s0, n0, s1, n1, s2, n2, plain, count = proximal_keys(
-        columns, starts, real, first, last, low, high, S, R, KEY_TILE, SPANS
-    )
-    out, peak, total = _attend(
-        out, peak, total, q, columns, starts, k_ptr, v_ptr, k_t, v_t, length, S, R, scale,
-        plain, count, 0, 0, 0, 0, False, False, DIM, PADDED, KEY_TILE,
-    )  # fmt: skip
-    out, peak, total = _attend(
-        out, peak, total, q, columns, starts, k_ptr, v_ptr, k_t, v_t, length, S, R, scale,
-        s0, n0, s1, n1, s2, n2, True, False, DIM, PADDED, KEY_TILE,
-    )  # fmt: skip
-
-    # Rows of padding saw nothing or, in an unmasked loop, what is not theirs.
-    total = tl.where(real, total, 1.0)
-    out = tl.where(real[:, None], out / total[:, None], 0.0)
-    lse = tl.where(real, (peak + tl.log2(total)) * LN_2, -float("inf"))
-    _store(out_ptr + b * out_b + h * out_h, out_t, begin, length, out, QUERY_TILE, DIM, PADDED)
-    offsets = flat_head.to(tl.int64) * length + columns
-    tl.store(lse_ptr + offsets, lse, mask=columns < length)
-    if GATE:
-        gate = 1.0 - distant_total * tl.exp2(distant_peak - tl.where(real, peak, 0.0)) / total
-        tl.store(gate_ptr + offsets, tl.where(real, tl.maximum(gate, 0.0), 1.0), mask=columns < length)
-
-
-# Backward
-
-
-@triton.jit
-def _query_grad(
-    dq,
-    q,
-    grad_out,
-    lse,
-    correction,
-    columns,
-    starts,
-    k_ptr,
-    v_ptr,
-    k_t,
-    v_t,
-    length,
-    S,
-    R,
-    scale,
-    start_0,
-    count_0,
-    start_1,
-    count_1,
-    start_2,
-    count_2,
-    MASKED: tl.constexpr,
-    DISTANT: tl.constexpr,
-    DIM: tl.constexpr,
-    PADDED: tl.constexpr,
-    KEY_TILE: tl.constexpr,
-):
-    """The gradient of a tile of queries over three runs of tiles of keys; the factor `scale` is still to come."""
-    for index in tl.range(0, count_0 + count_1 + count_2):
-        first = _tile_of(index, start_0, count_0, start_1, count_1, start_2) * KEY_TILE
-        keys = first + tl.arange(0, KEY_TILE)
-        k = _load(k_ptr, k_t, first, keys < length, KEY_TILE, DIM, PADDED, MASKED)
-        v = _load(v_ptr, v_t, first, keys < length, KEY_TILE, DIM, PADDED, MASKED)
-        logits = tl.dot(q, tl.trans(k), input_precision="ieee")
-        grad_weights = tl.dot(grad_out, tl.trans(v), input_precision="ieee")
-        weights = tl.exp2(logits * scale - lse[:, None])
-        if MASKED:
-            weights = tl.where(_wanted(columns[:, None], keys[None, :], starts[:, None], S, R, DISTANT), weights, 0.0)
-        grad_logits = weights * (grad_weights - correction[:, None])
-        dq = tl.dot(grad_logits.to(k.dtype), k, dq, input_precision="ieee")
-    return dq
-
-
-@triton.jit(do_not_specialize=ANY)
-def _query_grad_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    q_distant_ptr,
-    k_distant_ptr,
-    spans_ptr,
-    out_ptr,
-    grad_out_ptr,
-    lse_ptr,
-    correction_ptr,
-    dq_ptr,
-    dq_distant_ptr,
-    q_b,
-    q_h,
-    q_t,
-    k_b,
-    k_h,
-    k_t,
-    v_b,
-    v_h,
-    v_t,
-    q_distant_b,
-    q_distant_h,
-    q_distant_t,
-    k_distant_b,
-    k_distant_h,
-    k_distant_t,
-    out_b,
-    out_h,
-    out_t,
-    grad_out_b,
-    grad_out_h,
-    grad_out_t,
-    dq_b,
-    dq_h,
-    dq_t,
-    dq_distant_b,
-    dq_distant_h,
-    dq_distant_t,
-    batch,
-    heads,
-    groups,
-    length,
-    section,
-    S,
-    R,
-    scale,
-    DIM: tl.constexpr,
-    PADDED: tl.constexpr,
-    QUERY_TILE: tl.constexpr,
-    KEY_TILE: tl.constexpr,
-    DISTANT: tl.constexpr,
-    SPANS: tl.constexpr,
-):
-    """dq and dq_distant of a tile of queries; also leaves rowsum(grad_out * out) to the kernel of the keys."""
-    tiles = tl.cdiv(length, QUERY_TILE)
-    tile, flat_head = _program(tiles, batch * heads, section)
-    begin = (tiles - 1 - tile) * QUERY_TILE
-    row, head = flat_head // heads, flat_head % heads
-    b, h, h_kv = row.to(tl.int64), head.to(tl.int64), (head // groups).to(tl.int64)
-    k_ptr += b * k_b + h_kv * k_h
-    v_ptr += b * v_b + h_kv * v_h
-    columns, starts, real, first, last, low, high = _tokens(spans_ptr, row, begin, length, QUERY_TILE, SPANS)
-
-    out = _load(out_ptr + b * out_b + h * out_h, out_t, begin, real, QUERY_TILE, DIM, PADDED, True)
-    base = grad_out_ptr + b * grad_out_b + h * grad_out_h
-    grad_out = _load(base, grad_out_t, begin, real, QUERY_TILE, DIM, PADDED, True)
-    correction = tl.sum(out.to(tl.float32) * grad_out.to(tl.float32), 1)
-    offsets = flat_head.to(tl.int64) * length + columns
-    tl.store(correction_ptr + offsets, correction, mask=columns < length)
-    # A row of padding: every weight is exp2(logit - inf) = 0.
-    lse = tl.load(lse_ptr + offsets, mask=columns < length, other=0.0)
-    lse = tl.where(real, lse * LOG2_E, float("inf"))
-    log2_scale = scale * LOG2_E
-
-    if DISTANT:
-        k_distant_ptr += b * k_distant_b + h_kv * k_distant_h
-        base = q_distant_ptr + b * q_distant_b + h * q_distant_h
-        q_distant = _load(base, q_distant_t, begin, real, QUERY_TILE, DIM, PADDED, True)
-        s0, n0, s1, n1, s2, n2, plain, count = distant_keys(
-            columns, starts, real, first, last, low, high, S, R, KEY_TILE, SPANS
-        )
-        dq_distant = tl.zeros([QUERY_TILE, PADDED], tl.float32)
-        dq_distant = _query_grad(
-            dq_distant, q_distant, grad_out, lse, correction, columns, starts,
-            k_distant_ptr, v_ptr, k_distant_t, v_t, length, S, R, log2_scale,
-            s0, n0, s1, n1, s2, n2, True, True, DIM, PADDED, KEY_TILE,
-        )  # fmt: skip
-        dq_distant = _query_grad(
-            dq_distant, q_distant, grad_out, lse, correction, columns, starts,
-            k_distant_ptr, v_ptr, k_distant_t, v_t, length, S, R, log2_scale,
-            plain, count, 0, 0, 0, 0, False, True, DIM, PADDED, KEY_TILE,
-        )  # fmt: skip
-        base = dq_distant_ptr + b * dq_distant_b + h * dq_distant_h
-        _store(base, dq_distant_t, begin, length, dq_distant * scale, QUERY_TILE, DIM, PADDED)
-    q = _load(q_ptr + b * q_b + h * q_h, q_t, begin, real, QUERY_TILE, DIM, PADDED, True)
-    s0, n0, s1, n1, s2, n2, plain, count = proximal_keys(
-        columns, starts, real, first, last, low, high, S, R, KEY_TILE, SPANS
-    )
-    dq = tl.zeros([QUERY_TILE, PADDED], tl.float32)
-    dq = _query_grad(
-        dq, q, grad_out, lse, correction, columns, starts, k_ptr, v_ptr, k_t, v_t, length, S, R, log2_scale,
-        plain, count, 0, 0, 0, 0, False, False, DIM, PADDED, KEY_TILE,
-    )  # fmt: skip
-    dq = _query_grad(
-        dq, q, grad_out, lse, correction, columns, starts, k_ptr, v_ptr, k_t, v_t, length, S, R, log2_scale,
-        s0, n0, s1, n1, s2, n2, True, False, DIM, PADDED, KEY_TILE,
-    )  # fmt: skip
-    _store(dq_ptr + b * dq_b + h * dq_h, dq_t, begin, length, dq * scale, QUERY_TILE, DIM, PADDED)
-
-
-@triton.jit
-def _key_grad(
-    dk,
-    dv,
-    k,
-    v,
-    keys,
-    spans_ptr,
-    q_ptr,
-    grad_out_ptr,
-    lse_ptr,
-    correction_ptr,
-    q_h,
-    q_t,
-    grad_out_h,
-    grad_out_t,
-    groups,
-    length,
-    S,
-    R,
-    scale,
-    start_0,
-    count_0,
-    start_1,
-    count_1,
-    start_2,
-    count_2,
-    MASKED: tl.constexpr,
-    DISTANT: tl.constexpr,
-    DIM: tl.constexpr,
-    PADDED: tl.constexpr,
-    QUERY_TILE: tl.constexpr,
-    SPANS: tl.constexpr,
-):
-    """Gradients of a tile of keys and values over three runs of tiles of queries, for every query head of the group."""
-    count = count_0 + count_1 + count_2
-    # One loop over heads and tiles, so that the next head's loads are under way before this one's tiles end.
-    for index in tl.range(0, groups * count):
-        member = (index // tl.maximum(count, 1)).to(tl.int64)
-        first = _tile_of(index % tl.maximum(count, 1), start_0, count_0, start_1, count_1, start_2) * QUERY_TILE
-        columns = first + tl.arange(0, QUERY_TILE)
-        offsets = member * length + columns
-        starts = columns * 0
-        real = columns < length
-        if MASKED:
-            if SPANS:
-                starts = tl.load(spans_ptr + columns, mask=real, other=length)
-                real = starts < length
-            # A row of padding: every weight is exp2(logit - inf) = 0.
-            lse = tl.load(lse_ptr + offsets, mask=real, other=float("inf"))
-            correction = tl.load(correction_ptr + offsets, mask=real, other=0.0)
-        else:
-            lse = tl.load(lse_ptr + offsets)
-            correction = tl.load(correction_ptr + offsets)
-        q = _load(q_ptr + member * q_h, q_t, first, real, QUERY_TILE, DIM, PADDED, MASKED)
-        grad_out = _load(grad_out_ptr + member * grad_out_h, grad_out_t, first, real, QUERY_TILE, DIM, PADDED, MASKED)
-        logits = tl.dot(k, tl.trans(q), input_precision="ieee")
-        weights = tl.exp2(logits * scale - (lse * LOG2_E)[None, :])
-        if MASKED:
-            weights = tl.where(_wanted(columns[None, :], keys[:, None], starts[None, :], S, R, DISTANT), weights, 0.0)
-        dv = tl.dot(weights.to(q.dtype), grad_out, dv, input_precision="ieee")
-        grad_weights = tl.dot(v, tl.trans(grad_out), input_precision="ieee")
-        grad_logits = weights * (grad_weights - correction[None, :])
-        dk = tl.dot(grad_logits.to(q.dtype), q, dk, input_precision="ieee")
-    return dk, dv
-
-
-@triton.jit(do_not_specialize=ANY)
-def _key_grad_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    q_distant_ptr,
-    k_distant_ptr,
-    spans_ptr,
-    grad_out_ptr,
-    lse_ptr,
-    correction_ptr,
-    dk_ptr,
-    dv_ptr,
-    dk_distant_ptr,
-    q_b,
-    q_h,
-    q_t,
-    k_b,
-    k_h,
-    k_t,
-    v_b,
-    v_h,
-    v_t,
-    q_distant_b,
-    q_distant_h,
-    q_distant_t,
-    k_distant_b,
-    k_distant_h,
-    k_distant_t,
-    grad_out_b,
-    grad_out_h,
-    grad_out_t,
-    dk_b,
-    dk_h,
-    dk_t,
-    dv_b,
-    dv_h,
-    dv_t,
-    dk_distant_b,
-    dk_distant_h,
-    dk_distant_t,
-    batch,
-    kv_heads,
-    groups,
-    length,
-    section,
-    S,
-    R,
-    scale,
-    DIM: tl.constexpr,
-    PADDED: tl.constexpr,
-    QUERY_TILE: tl.constexpr,
-    KEY_TILE: tl.constexpr,
-    DISTANT: tl.constexpr,
-    SPANS: tl.constexpr,
-):
-    """dk, dv and dk_distant of a tile of keys."""
-    tile, flat_head = _program(tl.cdiv(length, KEY_TILE), batch * kv_heads, section)
-    begin = tile * KEY_TILE  # the first keys are seen by most queries
-    row, head = flat_head // kv_heads, flat_head % kv_heads
-    b, h, h_query = row.to(tl.int64), head.to(tl.int64), (head * groups).to(tl.int64)
-    q_ptr += b * q_b + h_query * q_h
-    grad_out_ptr += b * grad_out_b + h_query * grad_out_h
-    lse_ptr += flat_head.to(tl.int64) * groups * length
-    correction_ptr += flat_head.to(tl.int64) * groups * length
-    keys, starts, real, first, last, low, high = _tokens(spans_ptr, row, begin, length, KEY_TILE, SPANS)
-    stops, stop = keys, length
-    if SPANS:
-        stops = tl.load(spans_ptr + (batch + row).to(tl.int64) * length + keys, mask=keys < length, other=0)
-        stop = tl.max(stops, 0)
-        spans_ptr += row.to(tl.int64) * length
-    log2_scale = scale * LOG2_E
-
-    v = _load(v_ptr + b * v_b + h * v_h, v_t, begin, real, KEY_TILE, DIM, PADDED, True)
-    dv = tl.zeros([KEY_TILE, PADDED], tl.float32)
-    if DISTANT:
-        q_distant_ptr += b * q_distant_b + h_query * q_distant_h
-        base = k_distant_ptr + b * k_distant_b + h * k_distant_h
-        k_distant = _load(base, k_distant_t, begin, real, KEY_TILE, DIM, PADDED, True)
-        s0, n0, s1, n1, s2, n2, plain, count = distant_queries(
-            keys, starts, stops, real, first, last, low, high, stop, S, R, QUERY_TILE, SPANS
-        )
-        dk_distant = tl.zeros([KEY_TILE, PADDED], tl.float32)
-        dk_distant, dv = _key_grad(
-            dk_distant, dv, k_distant, v, keys, spans_ptr, q_distant_ptr, grad_out_ptr, lse_ptr, correction_ptr,
-            q_distant_h, q_distant_t, grad_out_h, grad_out_t, groups, length, S, R, log2_scale,
-            s0, n0, s1, n1, s2, n2, True, True, DIM, PADDED, QUERY_TILE, SPANS,
-        )  # fmt: skip
-        dk_distant, dv = _key_grad(
-            dk_distant, dv, k_distant, v, keys, spans_ptr, q_distant_ptr, grad_out_ptr, lse_ptr, correction_ptr,
-            q_distant_h, q_distant_t, grad_out_h, grad_out_t, groups, length, S, R, log2_scale,
-            plain, count, 0, 0, 0, 0, False, True, DIM, PADDED, QUERY_TILE, SPANS,
-        )  # fmt: skip
-        base = dk_distant_ptr + b * dk_distant_b + h * dk_distant_h
-        dk_distant = tl.where(real[:, None], dk_distant * scale, 0.0)
-        _store(base, dk_distant_t, begin, length, dk_distant, KEY_TILE, DIM, PADDED)
-    k = _load(k_ptr + b * k_b + h * k_h, k_t, begin, real, KEY_TILE, DIM, PADDED, True)
-    s0, n0, s1, n1, s2, n2, plain, count = proximal_queries(first, last, low, high, stop, S, R, QUERY_TILE)
-    dk = tl.zeros([KEY_TILE, PADDED], tl.float32)
-    dk, dv = _key_grad(
-        dk, dv, k, v, keys, spans_ptr, q_ptr, grad_out_ptr, lse_ptr, correction_ptr,
-        q_h, q_t, grad_out_h, grad_out_t, groups, length, S, R, log2_scale,
-        plain, count, 0, 0, 0, 0, False, False, DIM, PADDED, QUERY_TILE, SPANS,
-    )  # fmt: skip
-    dk, dv = _key_grad(
-        dk, dv, k, v, keys, spans_ptr, q_ptr, grad_out_ptr, lse_ptr, correction_ptr,
-        q_h, q_t, grad_out_h, grad_out_t, groups, length, S, R, log2_scale,
-        s0, n0, s1, n1, s2, n2, True, False, DIM, PADDED, QUERY_TILE, SPANS,
-    )  # fmt: skip
-    # In the unmasked loops padded keys met the queries of their tile.
-    dk, dv = tl.where(real[:, None], dk * scale, 0.0), tl.where(real[:, None], dv, 0.0)
-    _store(dk_ptr + b * dk_b + h * dk_h, dk_t, begin, length, dk, KEY_TILE, DIM, PADDED)
-    _store(dv_ptr + b * dv_b + h * dv_h, dv_t, begin, length, dv, KEY_TILE, DIM, PADDED)
-
-
-# Launches
-
-
-KERNELS = {"forward": _forward_kernel, "query_grad": _query_grad_kernel, "key_grad": _key_grad_kernel}
+KERNELS = {"forward": forward_kernel, "query_grad": query_grad_kernel, "key_grad": key_grad_kernel}
 
 
 class Launch(NamedTuple):
@@ -775,8 +87,9 @@ def launch_of(kernel: str, padded: int, itemsize: int, device: torch.device) -> 
 SECTION_BYTES = 24 * 2**20
 
 
-def _strides(*tensors: Tensor) -> tuple[int, ...]:
-    return tuple(stride for tensor in tensors for stride in tensor.stride()[:3])
+def _head_rows(tensor: Tensor) -> tuple:
+    """A tensor as the kernels take it: itself and its strides of row, head and token."""
+    return tensor, *tensor.stride()[:3]
 
 
 def _unit_stride(tensor: Tensor) -> Tensor:
@@ -793,8 +106,8 @@ def _empty_like(tensor: Tensor) -> Tensor:
     return empty if empty.stride(-1) == 1 else _empty(tensor.shape, tensor.dtype, tensor.device)
 
 
-class _Problem:
-    """What all three kernels are told, from the arguments of the operations."""
+class _Kernels:
+    """What all three kernels are told, from the arguments of the operations, and their launches."""
 
     def __init__(self, q, k, v, q_distant, k_distant, spans, sink_size, recent_size, scale, window_only):
         self.batch, self.heads, self.length, self.dim = q.shape
@@ -811,7 +124,7 @@ class _Problem:
         self.sizes = (min(sink_size, self.length), min(recent_size, self.length), scale)
         self.device, self.itemsize = q.device, q.itemsize
 
-    def run(self, name: str, pointers: tuple, strides: tuple[int, ...], **constants: bool) -> None:
+    def run(self, name: str, *operands: Tensor | tuple, **constants: bool) -> None:
         padded = max(16, triton.next_power_of_2(self.dim))
         launch = launch_of(name, padded, self.itemsize, self.device)
         groups = self.heads // self.kv_heads
@@ -824,10 +137,9 @@ class _Problem:
         spans = self.spans if self.spans is not None else self.inputs[0]
         with torch.cuda.device_of(self.inputs[0]):
             KERNELS[name][(triton.cdiv(self.length, own_tile) * self.batch * heads,)](
-                *self.inputs,
+                *map(_head_rows, self.inputs),
                 spans,
-                *pointers,
-                *strides,
+                *operands,
                 self.batch,
                 heads,
                 groups,
@@ -864,13 +176,12 @@ def _forward(
     window_only: bool,
     want_gate: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    problem = _Problem(q, k, v, q_distant, k_distant, spans, sink_size, recent_size, scale, window_only)
+    kernels = _Kernels(q, k, v, q_distant, k_distant, spans, sink_size, recent_size, scale, window_only)
     out, lse, gate = _empty_results(q, want_gate)
-    if want_gate and not problem.distant:
+    if want_gate and not kernels.distant:
         gate.fill_(1.0)
-    if not problem.is_empty:
-        strides = _strides(*problem.inputs, out)
-        problem.run("forward", (out, lse, gate), strides, GATE=want_gate and problem.distant)
+    if not kernels.is_empty:
+        kernels.run("forward", _head_rows(out), lse, gate, GATE=want_gate and kernels.distant)
     return out, lse, gate
 
 
@@ -901,21 +212,19 @@ def _backward(
     scale: float,
     window_only: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    problem = _Problem(q, k, v, q_distant, k_distant, spans, sink_size, recent_size, scale, window_only)
+    kernels = _Kernels(q, k, v, q_distant, k_distant, spans, sink_size, recent_size, scale, window_only)
     grads = dq, dk, dv, dq_distant, dk_distant = _empty_grads(q, k, v, q_distant, k_distant)
-    if not problem.distant:
+    if not kernels.distant:
         dq_distant.zero_()
         dk_distant.zero_()
         dq_distant, dk_distant = dq, dk  # pointers that are not used
-    if not problem.is_empty:
+    if not kernels.is_empty:
         grad_out, out, lse = _unit_stride(grad_out), _unit_stride(out), lse.contiguous()
         correction = _empty(lse.shape, lse.dtype, lse.device)
-        pointers = (out, grad_out, lse, correction, dq, dq_distant)
-        strides = _strides(*problem.inputs, out, grad_out, dq, dq_distant)
-        problem.run("query_grad", pointers, strides)
-        pointers = (grad_out, lse, correction, dk, dv, dk_distant)
-        strides = _strides(*problem.inputs, grad_out, dk, dv, dk_distant)
-        problem.run("key_grad", pointers, strides)
+        grads_of_queries = _head_rows(dq), _head_rows(dq_distant)
+        grads_of_keys = _head_rows(dk), _head_rows(dv), _head_rows(dk_distant)
+        kernels.run("query_grad", _head_rows(out), _head_rows(grad_out), lse, correction, *grads_of_queries)
+        kernels.run("key_grad", _head_rows(grad_out), lse, correction, *grads_of_keys)
     return grads
 
 
@@ -947,37 +256,6 @@ def _differentiate(ctx, grad_out, grad_lse, grad_gate):
 _forward.register_autograd(_differentiate, setup_context=_keep)
 
 
-def sequence_spans(
-    batch: int, length: int, lengths: Tensor | None, document_ids: Tensor | None, device: torch.device
-) -> Tensor | None:
-    """Where each token's sequence begins and ends, without a read on the host.
-
-    Args:
-        lengths: [B] real tokens of each row, right-aligned; taken as 0..T where they are outside.
-        document_ids: [B, T]; each run of one id >= 0 is a document, -1 is padding.
-
-    Returns:
-        [2, B, T] int32: the first column of the sequence, T at padding; the column after its last, 0 at padding. None
-        when every row is one sequence.
-    """
-    if lengths is None and document_ids is None:
-        return None
-    column = torch.arange(length, device=device).expand(batch, length)
-    if lengths is not None:
-        starts = (length - lengths.to(device=device, dtype=torch.long).clamp(0, length))[:, None].expand(batch, length)
-        stops, is_padding = torch.full_like(column, length), column < starts
-    else:
-        document_ids = document_ids.to(device)
-        changes = document_ids[:, 1:] != document_ids[:, :-1]
-        begins = torch.nn.functional.pad(changes, (1, 0), value=True)
-        ends = torch.nn.functional.pad(changes, (0, 1), value=True)
-        starts = torch.where(begins, column, 0).cummax(dim=1).values
-        stops = torch.where(ends, column + 1, length).flip(1).cummin(dim=1).values.flip(1)
-        is_padding = document_ids < 0
-    spans = torch.stack([starts.masked_fill(is_padding, length), stops.masked_fill(is_padding, 0)])
-    return spans.to(torch.int32)
-
-
 def unavailable(q: Tensor) -> str | None:
     """Why the kernels cannot run on tensors like this one; None when they can."""
     dtypes = (torch.float32, torch.float16, torch.bfloat16)
@@ -999,65 +277,23 @@ def unavailable(q: Tensor) -> str | None:
     return None
 
 
-def shared_score_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_distant: Tensor | None = None,
-    k_distant: Tensor | None = None,
-    *,
-    sink_size: int,
-    recent_size: int,
-    scale: float | None = None,
-    lengths: Tensor | None = None,
-    document_ids: Tensor | None = None,
-    window_only: bool = False,
-    return_lse: bool = False,
-    return_gate: bool = False,
-) -> Tensor | tuple[Tensor, ...]:
-    """Causal attention whose distant logits come from another layer's queries and keys, in one kernel.
+def attend(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    """out, lse and gate (empty unless it is asked for), in one kernel.
 
-    Same meaning as `reference.shared_score_attention`. Accumulates in float32. Once differentiable, deterministic. The
-    host reads nothing from the device: `lengths` are clamped to 0..T, and every run of one document id is a document.
-
-    Args:
-        q: [B, H, T, D] queries, after RoPE; float32, float16 or bfloat16, D at most 256, any strides.
-        k, v: [B, H_kv, T, D] keys (after RoPE) and values.
-        q_distant, k_distant: [B, H, T, D] and [B, H_kv, T, D], the anchor layer's, for distant pairs; None for both is
-            plain causal attention.
-        sink_size: number of first tokens that are always proximal, >= 0.
-        recent_size: number of last tokens, the current one included, that are proximal, >= 1.
-        scale: factor on every logit, positive; D ** -0.5 when None.
-        lengths: [B] real tokens of each row, right-aligned (left padding).
-        document_ids: [B, T] non-decreasing, -1 padding; tokens see their own document only.
-        window_only: distant pairs do not count at all: window attention with sinks.
-        return_lse, return_gate: also return these, in this order.
-
-    Returns:
-        out [B, H, T, D] in q's dtype, zero at padding. lse [B, H, T] float32: log of the sum of exp of the logits, -inf
-        at padding. gate [B, H, T] float32: the share of the softmax on proximal keys, 1 at padding. Neither lse nor
-        gate carries a gradient.
+    Accumulates in float32. Once differentiable, deterministic. The host reads nothing from the device: `lengths` are
+    clamped to 0..T, and every run of one document id is a document.
 
     Raises:
-        ValueError: shapes, dtypes or sizes do not fit, or the kernels cannot run on this device; says which.
+        ValueError: the kernels cannot run these tensors on this device; says why.
     """
-    reference.check_inputs(q, k, v, q_distant, k_distant, sink_size, recent_size, lengths, document_ids, window_only)
+    q, v, scale = problem.q, problem.v, problem.scale
     reason = unavailable(q)
     if reason is None and v.shape[-1] != q.shape[-1]:
         reason = f"values must have q's head dimension ({q.shape[-1]}), and have {v.shape[-1]}"
-    if reason is None and scale is not None and not scale > 0:
+    if reason is None and not scale > 0:
         reason = f"scale must be positive, and is {scale}"
     if reason is not None:
         raise ValueError(f"backend 'fused' cannot run this: {reason}. Choose backend 'composed'")
-    if return_gate and q_distant is None and not window_only:
-        q_distant, k_distant = q, k  # its own scores, split where shared ones are
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    spans = sequence_spans(q.shape[0], q.shape[2], lengths, document_ids, q.device)
-    options = (sink_size, recent_size, scale, window_only, return_gate)
-    out, lse, gate = _forward(q, k, v, q_distant, k_distant, spans, *options)
-    results = [out]
-    if return_lse:
-        results.append(lse.detach())
-    if return_gate:
-        results.append(gate.detach())
-    return results[0] if len(results) == 1 else tuple(results)
+    spans = sequence_spans(q.shape[0], q.shape[2], problem.lengths, problem.document_ids, q.device)
+    out, lse, gate = _forward(*problem.sources, spans, *problem.sizes, problem.return_gate)
+    return out, lse.detach(), gate.detach()

@@ -4,33 +4,12 @@ Tracing into it would take a graph of all pieces, and `lengths` and `document_id
 can hold. An operation's own code runs as it is.
 """
 
-from types import SimpleNamespace
-
 import torch
 from torch import Tensor
 
 from pod_kernels import composed
-
-
-class _Context(SimpleNamespace):
-    """What an autograd function keeps between its forward and its backward."""
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None:
-        self.saved_tensors = tensors
-
-    def mark_non_differentiable(self, *tensors: Tensor) -> None:
-        pass
-
-    def set_materialize_grads(self, wanted: bool) -> None:
-        pass
-
-
-def _groups(q: Tensor, lengths: Tensor | None, document_ids: Tensor | None) -> list | None:
-    if q.shape[0] == 0 or q.shape[2] == 0:
-        return []
-    if document_ids is not None:
-        return composed._rows_by_document(document_ids)
-    return None if lengths is None else composed._rows_by_length(lengths, q.shape[2])
+from pod_kernels.problem import Problem, Sizes
+from pod_kernels.sequences import sequence_groups
 
 
 @torch.library.custom_op("pod::shared_score_attention", mutates_args=())
@@ -49,10 +28,8 @@ def _attention(
     want_gate: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse as accumulated, gate (empty unless wanted)."""
-    context, sizes = _Context(), composed.Sizes(sink_size, recent_size, scale, window_only)
-    groups = _groups(q, lengths, document_ids)
-    out, _, gate = composed._ComposedAttention.forward(context, q, k, v, q_distant, k_distant, sizes, groups, want_gate)
-    lse = context.saved_tensors[-1]
+    sizes, groups = Sizes(sink_size, recent_size, scale, window_only), sequence_groups(q, lengths, document_ids)
+    out, lse, gate = composed.forward_sequences((q, k, v, q_distant, k_distant), sizes, groups, want_gate)
     return out.contiguous(), lse.contiguous(), gate.contiguous() if want_gate else lse.new_empty(0, dtype=torch.float32)
 
 
@@ -82,13 +59,8 @@ def _attention_backward(
     needed: list[bool],
 ) -> list[Tensor]:
     """The gradients of q, k, v, q_distant and k_distant; empty where not needed."""
-    context = _Context(
-        saved_tensors=(q, k, v, q_distant, k_distant, out, lse),
-        sizes=composed.Sizes(sink_size, recent_size, scale, window_only),
-        groups=_groups(q, lengths, document_ids),
-        needs_input_grad=tuple(needed),
-    )
-    grads = composed._ComposedAttention.backward(context, grad_out, None, None)[:5]
+    sizes, groups = Sizes(sink_size, recent_size, scale, window_only), sequence_groups(q, lengths, document_ids)
+    grads = composed.backward_sequences(grad_out, (q, k, v, q_distant, k_distant), out, lse, sizes, groups, needed)
     return [q.new_empty(0) if grad is None else grad.contiguous() for grad in grads]
 
 
@@ -103,9 +75,10 @@ def _(grad_out, q, k, v, q_distant, k_distant, out, lse, lengths, document_ids, 
 
 
 def _save(ctx, inputs, output) -> None:
-    *tensors, ctx.sink_size, ctx.recent_size, ctx.scale, ctx.window_only, _ = inputs
+    *tensors, sink_size, recent_size, scale, window_only, _ = inputs
     out, lse, gate = output
     ctx.save_for_backward(*tensors, out, lse)
+    ctx.sizes = Sizes(sink_size, recent_size, scale, window_only)
     ctx.mark_non_differentiable(lse, gate)
     ctx.set_materialize_grads(False)
 
@@ -116,34 +89,15 @@ def _differentiate(ctx, grad_out, grad_lse, grad_gate):
     q, k, v, q_distant, k_distant, lengths, document_ids, out, lse = ctx.saved_tensors
     inputs = (q, k, v, q_distant, k_distant)
     needed = [tensor is not None and need for tensor, need in zip(inputs, ctx.needs_input_grad, strict=False)]
-    sizes = (ctx.sink_size, ctx.recent_size, ctx.scale, ctx.window_only)
-    grads = _attention_backward(grad_out, *inputs, out, lse, lengths, document_ids, *sizes, needed)
+    grads = _attention_backward(grad_out, *inputs, out, lse, lengths, document_ids, *ctx.sizes, needed)
     return (*(grad if need else None for grad, need in zip(grads, needed, strict=True)), *(None,) * 7)
 
 
 _attention.register_autograd(_differentiate, setup_context=_save)
 
 
-def shared_score_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_distant: Tensor | None = None,
-    k_distant: Tensor | None = None,
-    *,
-    sink_size: int,
-    recent_size: int,
-    scale: float | None = None,
-    lengths: Tensor | None = None,
-    document_ids: Tensor | None = None,
-    window_only: bool = False,
-    return_lse: bool = False,
-    return_gate: bool = False,
-) -> Tensor | tuple[Tensor, ...]:
-    """`composed.shared_score_attention`, for graphs; `lengths` and `document_ids` are read when these run."""
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    out, lse, gate = _attention(
-        q, k, v, q_distant, k_distant, lengths, document_ids, sink_size, recent_size, scale, window_only, return_gate
-    )
-    results = [out] + [lse.float()] * return_lse + [gate] * return_gate
-    return results[0] if len(results) == 1 else tuple(results)
+def attend(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    """`composed.attend` for graphs; `lengths` and `document_ids` are read when these run."""
+    placement = (problem.lengths, problem.document_ids)
+    out, lse, gate = _attention(*problem.sources, *placement, *problem.sizes, problem.return_gate)
+    return out, lse.float(), gate

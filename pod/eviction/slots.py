@@ -343,7 +343,7 @@ class SlotStore(Store):
         options: dict,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, int]:
         """`slot_attention` of one query in each row, by kernels."""
-        from pod_kernels.decode import slot_decode  # imports triton
+        from pod_kernels.slot_decode import slot_decode  # imports triton
 
         step, stored, num_anchors = self._step, self._layers[layer], self._num_anchors[layer]
         shared, pairs = None, num_anchors * q[0, ..., 0].numel() * (step.used + 1)
@@ -482,7 +482,7 @@ class SlotStore(Store):
 
     def _store_one(self) -> None:
         """Insert and store the token of every row, one kernel for all units and one for each layer."""
-        from pod_kernels.update import append_slots, average, insert  # imports triton
+        from pod_kernels.slot_update import append_slots, average, insert  # imports triton
 
         step, state, scores = self._step, self._state, None
         if self.scoring is not None:

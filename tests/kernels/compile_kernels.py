@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from pod_kernels import SkipStats, column_sums, decode, update
+from pod_kernels import SkipStats, column_sums, decode, slot_decode, slot_update, splits, update
 from pod_kernels.cascade import Cascades, CascadeState
 
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32"}
@@ -48,7 +48,7 @@ def half(*shape: int) -> torch.Tensor:
 
 def main() -> None:
     JITFunction.run = compiled
-    decode.SPLITS = column_sums.SPLITS = 4
+    splits.SPLITS = column_sums.SPLITS = 4
     lengths = torch.tensor((200, 150))
     positions = lengths[:, None] - 1
     layer = cases.make_layer((False, True), lengths, dim=128, dtype=HALF, capacity=256)
@@ -65,7 +65,7 @@ def main() -> None:
     update.append_packed(packed, table, cases.packed(cases.SLOTS["ragged"], 1), *new, positions, slots)
 
     keys, values, new = half(1, 2, 64, 128), half(2, 2, 64, 128), half(2, 2, 1, 128)
-    decode.slot_decode(
+    slot_decode.slot_decode(
         half(2, 2, 4, 1, 128),
         keys,
         values,
@@ -83,9 +83,11 @@ def main() -> None:
     )
     cascades = Cascades(4, 60, 4)
     state = CascadeState.allocate(cascades, 2, 2, True, torch.device("cpu"))
-    scores = update.average(state.scores, torch.rand(2, 2, 4, 41), torch.ones(1), "max")
-    slots = update.insert(state, cascades, positions, scores)
-    update.append_slots(keys, values, half(1, 2, 20, 128), new, new, positions, slots, torch.tensor([0, 1]), 4, False)
+    scores = slot_update.average(state.scores, torch.rand(2, 2, 4, 41), torch.ones(1), "max")
+    slots = slot_update.insert(state, cascades, positions, scores)
+    slot_update.append_slots(
+        keys, values, half(1, 2, 20, 128), new, new, positions, slots, torch.tensor([0, 1]), 4, False
+    )
 
     q, keys = half(2, 2, 4, 200, 128), half(2, 2, 260, 128)
     counts = dict(used=60, kept=torch.tensor([60, 30]), counts=torch.tensor([200, 150]))

@@ -32,8 +32,11 @@ from pod_kernels.cascade import Cascades, CascadeState
 from pod_kernels.packed import reference_packed_attention
 from pod_kernels.slots import slot_attention
 
+splits = pytest.importorskip("pod_kernels.splits", reason="triton is not installed")
 decode = pytest.importorskip("pod_kernels.decode", reason="triton is not installed")
+slot_decode = pytest.importorskip("pod_kernels.slot_decode", reason="triton is not installed")
 update = pytest.importorskip("pod_kernels.update", reason="triton is not installed")
+slot_update = pytest.importorskip("pod_kernels.slot_update", reason="triton is not installed")
 column_sums = pytest.importorskip("pod_kernels.column_sums", reason="triton is not installed")
 
 GPU = torch.cuda.is_available()
@@ -49,9 +52,10 @@ needs_gpu = pytest.mark.skipif(not GPU, reason="needs a CUDA device")
 def torch_and_small_tiles(request, monkeypatch):
     monkeypatch.setenv("POD_ATTENTION_BACKEND", "composed")  # where a test does not ask for the kernels
     if request.node.get_closest_marker("gpu") is None:
-        monkeypatch.setattr(decode, "BLOCK", 16)
-        monkeypatch.setattr(decode, "SPLITS", 2)
+        monkeypatch.setattr(splits, "BLOCK", 16)
+        monkeypatch.setattr(splits, "SPLITS", 2)
         monkeypatch.setattr(update, "BLOCK", 16)
+        monkeypatch.setattr(slot_update, "BLOCK", 16)
         monkeypatch.setattr(column_sums, "TILE", (16, 16))
         monkeypatch.setattr(column_sums, "SPLITS", 2)
 
@@ -344,9 +348,9 @@ def inserted_alike(levels: int, size: int, sinks: int, reduction: str, steps: in
         reduced = sums.amax(dim=2) if reduction == "max" else sums.mean(dim=2)
         plain.scores[..., :used].mul_(factors[:, None]).add_(reduced[..., :used])
         expected = plain.insert(cascades, cascades.plan(seen, new, 1, DEVICE), positions, reduced[..., used:])
-        scores = update.average(fast.scores, sums, factors, reduction)
+        scores = slot_update.average(fast.scores, sums, factors, reduction)
         assert torch.equal(scores, reduced[..., used:])
-        assert torch.equal(update.insert(fast, cascades, positions, scores), expected)
+        assert torch.equal(slot_update.insert(fast, cascades, positions, scores), expected)
         # What has no slot or place goes to the last column, which says nothing.
         for one, other in zip(fast.tensors(), plain.tensors(), strict=True):
             assert torch.equal(one[..., :-1], other[..., :-1])
@@ -558,9 +562,13 @@ def test_every_kernel_compiles_for_a_gpu():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    modules = [part for module in (decode, update, column_sums) for part in vars(module).values()]
+    modules = [
+        part
+        for module in (decode, slot_decode, splits, update, slot_update, column_sums)
+        for part in vars(module).values()
+    ]
     kernels = {part.fn.__name__ for part in modules if hasattr(part, "fn")}
-    assert kernels - {"_entries", "_weigh"} == set(done.stdout.split())
+    assert kernels - {"_entries", "_weigh", "soften"} == set(done.stdout.split())
 
 
 @pytest.mark.gpu
@@ -646,8 +654,8 @@ def test_outputs_are_written_whole_and_bits_repeat(tau, monkeypatch):
         out = allocate(*args, **kwargs)
         return out.fill_(torch.nan) if out.dtype.is_floating_point else out
 
-    monkeypatch.setattr(decode.torch, "empty", poisoned)
-    monkeypatch.setattr(decode.torch, "empty_like", lambda like: poisoned(like.shape, dtype=like.dtype, device=DEVICE))
+    monkeypatch.setattr(torch, "empty", poisoned)
+    monkeypatch.setattr(torch, "empty_like", lambda like: poisoned(like.shape, dtype=like.dtype, device=DEVICE))
     first = None
     for _ in range(20):
         given = {**options, "scores": options["scores"].clone(), "tau": tau, "return_lse": True, "return_gate": True}

@@ -4,6 +4,7 @@ import ast
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,14 @@ import torch
 from torch import Tensor
 
 from pod_kernels import attention, reference, shared_score_attention, winners
+from pod_kernels.sequences import sequence_spans
 
 triton = pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
 import triton.language as tl  # noqa: E402
 
-from pod_kernels import fused  # noqa: E402
+from pod_kernels import fused, fused_tiles  # noqa: E402
 
+fused_attention = partial(shared_score_attention, backend="fused")
 ROOT = Path(__file__).parents[2]
 NAMES = ("q", "k", "v", "q_distant", "k_distant")
 slow = pytest.mark.slow
@@ -99,7 +102,7 @@ def assert_close(results: dict[str, Tensor], truth: dict[str, Tensor], tolerance
 
 
 def assert_reference(leaves: list[Tensor], **options) -> dict[str, Tensor]:
-    results = run(fused.shared_score_attention, leaves, **options)
+    results = run(fused_attention, leaves, **options)
     assert_close(results, run(reference.shared_score_attention, leaves, **options))
     return results
 
@@ -115,40 +118,24 @@ def runs_of_tiles(
     """Sixteen numbers for each tile of queries (or of keys): the runs of the distant, then of the proximal source."""
     tile = tl.program_id(0)
     TILE: tl.constexpr = KEY_TILE if OF_KEYS else QUERY_TILE
-    columns, starts, real, first, last, low, high = fused._tokens(spans, tile * 0, tile * TILE, length, TILE, SPANS)
+    own = fused_tiles.tokens(spans, tile * 0, tile * TILE, length, TILE, SPANS)
     if OF_KEYS:
-        stops, stop = columns, length
+        stops, stop = own[0], length
         if SPANS:
-            stops = tl.load(spans + length + columns, mask=columns < length, other=0)
+            stops = tl.load(spans + length + own[0], mask=own[0] < length, other=0)
             stop = tl.max(stops, 0)
-        a, b, c, d, e, f, g, h = fused.distant_queries(
-            columns, starts, stops, real, first, last, low, high, stop, S, R, QUERY_TILE, SPANS
-        )
-        i, j, k, l, m, n, o, p = fused.proximal_queries(first, last, low, high, stop, S, R, QUERY_TILE)  # noqa: E741
+        far, far_plain = fused_tiles.distant_queries(own, stops, stop, S, R, QUERY_TILE, SPANS)
+        near, near_plain = fused_tiles.proximal_queries(own, stop, S, R, QUERY_TILE)
     else:
-        a, b, c, d, e, f, g, h = fused.distant_keys(
-            columns, starts, real, first, last, low, high, S, R, KEY_TILE, SPANS
-        )
-        i, j, k, l, m, n, o, p = fused.proximal_keys(  # noqa: E741
-            columns, starts, real, first, last, low, high, S, R, KEY_TILE, SPANS
-        )
+        far, far_plain = fused_tiles.distant_keys(own, S, R, KEY_TILE, SPANS)
+        near, near_plain = fused_tiles.proximal_keys(own, S, R, KEY_TILE, SPANS)
     runs += tile * 16
-    tl.store(runs, a)
-    tl.store(runs + 1, b)
-    tl.store(runs + 2, c)
-    tl.store(runs + 3, d)
-    tl.store(runs + 4, e)
-    tl.store(runs + 5, f)
-    tl.store(runs + 6, g)
-    tl.store(runs + 7, h)
-    tl.store(runs + 8, i)
-    tl.store(runs + 9, j)
-    tl.store(runs + 10, k)
-    tl.store(runs + 11, l)
-    tl.store(runs + 12, m)
-    tl.store(runs + 13, n)
-    tl.store(runs + 14, o)
-    tl.store(runs + 15, p)
+    for place in tl.static_range(6):
+        tl.store(runs + place, far[place])
+        tl.store(runs + 8 + place, near[place])
+    for place in tl.static_range(2):
+        tl.store(runs + 6 + place, far_plain[place])
+        tl.store(runs + 14 + place, near_plain[place])
 
 
 def assert_tiles(length: int, sizes: tuple[int, int], shape: tuple[int, int], ids: list[int] | None) -> None:
@@ -158,7 +145,7 @@ def assert_tiles(length: int, sizes: tuple[int, int], shape: tuple[int, int], id
     positions, which, column = positions[0], which[0], torch.arange(length)
     visible = (column[:, None] >= column) & (which[:, None] == which) & (which >= 0)
     proximal = (positions < sizes[0]) | (positions[:, None] - positions < sizes[1])
-    spans = fused.sequence_spans(1, length, None, documents, torch.device("cpu"))
+    spans = sequence_spans(1, length, None, documents, torch.device("cpu"))
     for of_keys in (False, True):
         own, other = shape[::-1] if of_keys else shape
         count = -(-length // own)
@@ -255,9 +242,7 @@ def test_padding_and_documents(spans: dict, shape: tuple[int, int], tiles, poiso
 def test_without_a_distant_source(window_only: bool, spans: dict, tiles, poisoned) -> None:
     leaves = make_leaves(50, (2, 1), batch=3 if spans else 1)[:3]
     assert_reference(leaves, sink_size=2, recent_size=9, window_only=window_only, **spans)
-    out, lse = fused.shared_score_attention(
-        *leaves, sink_size=2, recent_size=9, window_only=window_only, return_lse=True, **spans
-    )
+    out, lse = fused_attention(*leaves, sink_size=2, recent_size=9, window_only=window_only, return_lse=True, **spans)
     expected = run(
         reference.shared_score_attention, leaves, sink_size=2, recent_size=9, window_only=window_only, **spans
     )
@@ -288,7 +273,7 @@ def test_layouts_of_the_inputs_do_not_matter(order: tuple[int, ...], tiles, pois
     inverse = tuple(order.index(axis) for axis in range(4))
     strided = [leaf.detach().permute(order).contiguous().permute(inverse).requires_grad_() for leaf in leaves]
     options = {"sink_size": 2, "recent_size": 9}
-    out = fused.shared_score_attention(*strided, **options)
+    out = fused_attention(*strided, **options)
     grads = torch.autograd.grad(out.sum(), strided)  # the gradient of a sum is expanded, all strides 0
     expected = reference.shared_score_attention(*leaves, **options)
     expected_grads = torch.autograd.grad(expected.sum(), leaves)
@@ -314,7 +299,7 @@ def assert_half(leaves: list[Tensor], **options) -> None:
     """Every error against float32 is at most twice that of an eager model in the leaves' dtype."""
     single = [leaf.detach().float().requires_grad_() for leaf in leaves]
     truth = run(reference.shared_score_attention, single, **options)
-    results = run(fused.shared_score_attention, leaves, **options)
+    results = run(fused_attention, leaves, **options)
     baseline = run(eager_half, leaves, **options)
     assert relative(results["lse"], truth["lse"]) < 1e-3 and (results["gate"] - truth["gate"]).abs().max() < 1e-3
     for name in (name for name in truth if name not in ("lse", "gate")):
@@ -334,7 +319,7 @@ def test_only_the_gradients_that_are_needed(tiles) -> None:
     truth = run(reference.shared_score_attention, leaves, sink_size=1, recent_size=4)
     for name, leaf in zip(NAMES, leaves, strict=True):
         leaf.requires_grad_(name in ("k", "q_distant"))
-    results = run(fused.shared_score_attention, leaves, sink_size=1, recent_size=4)
+    results = run(fused_attention, leaves, sink_size=1, recent_size=4)
     assert {name for name in results if "grad" in name} == {"grad k", "grad q_distant"}
     assert all(relative(results[name], truth[name]) < 1e-5 for name in results if "grad" in name)
 
@@ -343,7 +328,7 @@ def test_only_the_gradients_that_are_needed(tiles) -> None:
 @pytest.mark.parametrize("shape", [(0, 5), (1, 0)], ids=["no-rows", "no-tokens"])
 def test_nothing_to_do(shape: tuple[int, int]) -> None:
     leaves = make_leaves(shape[1], batch=shape[0])
-    results = run(fused.shared_score_attention, leaves, sink_size=1, recent_size=4)
+    results = run(fused_attention, leaves, sink_size=1, recent_size=4)
     assert results["out"].shape == leaves[0].shape and results["grad k_distant"].shape == leaves[4].shape
 
 
@@ -382,7 +367,7 @@ sys.path[:0] = sys.argv[1].split(":")
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from pod_kernels import fused
+from pod_kernels import fused, fused_tiles
 
 for name, kernel in fused.KERNELS.items():
     launch = fused.HOPPER[name, 128]
@@ -391,12 +376,13 @@ for name, kernel in fused.KERNELS.items():
     constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
     types, aligned = {}, {}
     for place, argument in enumerate(kernel.arg_names):
-        floats = any(word in argument for word in ("lse", "gate", "correction"))
         types[argument] = "constexpr" if argument in constants else "fp32" if argument == "scale" else "i32"
-        if argument.endswith("_ptr"):
-            types[argument] = "*i32" if argument == "spans_ptr" else "*fp32" if floats else "*bf16"
-        if argument.endswith(("_ptr", "_b", "_h", "_t")):
+        if argument in ("spans", "lse", "gate", "correction"):
+            types[argument] = "*i32" if argument == "spans" else "*fp32"
             aligned[place,] = [["tt.divisibility", 16]]
+        elif argument not in constants and argument not in fused_tiles.ANY:  # a tensor and its strides
+            types[argument] = ("*bf16", "i32", "i32", "i32")
+            aligned |= {(place, part): [["tt.divisibility", 16]] for part in range(4)}
     source = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=aligned)
     options = {"num_warps": launch.warps, "num_stages": launch.stages, "enable_fp_fusion": True}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
@@ -550,9 +536,9 @@ class TestOnGpu:
         leaves = make_leaves(8192, (8, 2), dim=128, batch=2, dtype=torch.bfloat16, device="cuda")
         ids = (torch.arange(8192, device="cuda") // 3000).expand(2, -1)
         options = {"sink_size": 16, "recent_size": 1008, "document_ids": ids}
-        first = run(fused.shared_score_attention, leaves, **options)
+        first = run(fused_attention, leaves, **options)
         for _ in range(19):
-            again = run(fused.shared_score_attention, leaves, **options)
+            again = run(fused_attention, leaves, **options)
             assert all(torch.equal(first[name], again[name]) for name in first)
 
     def test_a_tensor_of_more_than_2_to_the_31_numbers(self) -> None:
@@ -564,5 +550,5 @@ class TestOnGpu:
         q = torch.randn(batch, heads, length, 128, dtype=torch.bfloat16, device="cuda")
         k, v = torch.randn(2, batch, 1, length, 128, dtype=torch.bfloat16, device="cuda")
         options = {"sink_size": 4, "recent_size": 64, "window_only": True}
-        out = fused.shared_score_attention(q, k, v, **options)[-1:]
-        assert torch.equal(out, fused.shared_score_attention(q[-1:], k[-1:], v[-1:], **options))
+        out = fused_attention(q, k, v, **options)[-1:]
+        assert torch.equal(out, fused_attention(q[-1:], k[-1:], v[-1:], **options))

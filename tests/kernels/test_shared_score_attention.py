@@ -5,15 +5,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from pod_kernels import attention, composed, reference
+from pod_kernels import attention, composed, flash, pieces, reference
 from pod_kernels.attention import shared_score_attention
 
 HEADS, DIM = 8, 16
+composed_attention = partial(shared_score_attention, backend="composed")
 NAMES = ("q", "k", "v", "q_anchor", "k_anchor")
 
 needs_gpu = [
@@ -196,7 +198,7 @@ def test_composed_equals_reference(length: int, kv_heads: int, share: str, sizes
     leaves = make_leaves(length, kv_heads, batch=1 if length == 1000 else 2)
     options = {"sink_size": sizes[0], "recent_size": sizes[1]}
     truth = run(reference.shared_score_attention, leaves, share, **options)
-    results = run(composed.shared_score_attention, leaves, share, **options)
+    results = run(composed_attention, leaves, share, **options)
     assert_close(results, truth)
     assert torch.equal(results["gate"][:, :, : sum(sizes)], torch.ones_like(results["gate"][:, :, : sum(sizes)]))
 
@@ -220,7 +222,7 @@ def half_errors(length: int, kv_heads: int, share: str, sizes: tuple[int, int], 
     truth = run(
         reference.shared_score_attention, [x.detach().float().requires_grad_() for x in leaves], share, **options
     )
-    results = run(composed.shared_score_attention, leaves, share, **options)
+    results = run(composed_attention, leaves, share, **options)
 
     def eager(*tensors: Tensor, return_lse: bool, return_gate: bool, **sizes: int) -> tuple[Tensor, None, None]:
         return eager_half(*tensors, **sizes), None, None
@@ -255,7 +257,7 @@ def test_left_padding(kv_heads: int, share: str) -> None:
     options = {"sink_size": 4, "recent_size": 28, "lengths": torch.tensor(lengths)}
     leaves = make_leaves(length, kv_heads, batch=len(lengths))
     truth = run(reference.shared_score_attention, leaves, share, **options)
-    results = run(composed.shared_score_attention, leaves, share, **options)
+    results = run(composed_attention, leaves, share, **options)
     assert_close(results, truth)
     for row, real in enumerate(lengths):
         padding = slice(0, length - real)
@@ -268,16 +270,16 @@ def test_left_padding(kv_heads: int, share: str) -> None:
 def test_padded_rows_equal_the_rows_alone() -> None:
     leaves = make_leaves(50, 2, batch=2)
     options = {"sink_size": 4, "recent_size": 10}
-    padded = composed.shared_score_attention(*leaves, lengths=torch.tensor([50, 41]), **options)
-    alone = composed.shared_score_attention(*(leaf[1:, :, 9:] for leaf in leaves), **options)
+    padded = composed_attention(*leaves, lengths=torch.tensor([50, 41]), **options)
+    alone = composed_attention(*(leaf[1:, :, 9:] for leaf in leaves), **options)
     assert torch.equal(padded[1:, :, 9:], alone)
 
 
 def test_no_padding_changes_nothing() -> None:
     leaves = make_leaves(50, 2, batch=2)
     options = {"sink_size": 4, "recent_size": 10}
-    plain = run(composed.shared_score_attention, leaves, "scores", **options)
-    full = run(composed.shared_score_attention, leaves, "scores", lengths=torch.tensor([50, 50]), **options)
+    plain = run(composed_attention, leaves, "scores", **options)
+    full = run(composed_attention, leaves, "scores", lengths=torch.tensor([50, 50]), **options)
     assert all(torch.equal(plain[name], full[name]) for name in plain)
 
 
@@ -307,13 +309,13 @@ def test_own_keys_as_distant_keys_are_plain_causal_attention(backend: str) -> No
 def test_layouts_of_the_inputs_do_not_matter() -> None:
     leaves = make_leaves(60, 2, batch=2)
     options = {"sink_size": 2, "recent_size": 9}
-    expected = composed.shared_score_attention(*leaves, **options)
+    expected = composed_attention(*leaves, **options)
     expected_grads = torch.autograd.grad(expected.sum(), leaves)
     # [B, T, H, D] as projections leave it, and with the head dimension outermost.
     for order in ((0, 2, 1, 3), (3, 0, 1, 2)):
         inverse = tuple(order.index(axis) for axis in range(4))
         strided = [leaf.detach().permute(order).contiguous().permute(inverse).requires_grad_() for leaf in leaves]
-        out = composed.shared_score_attention(*strided, **options)
+        out = composed_attention(*strided, **options)
         grads = torch.autograd.grad(out.sum(), strided)  # the gradient of a sum is expanded, all strides 0
         assert relative(out, expected) <= 1e-6
         assert all(relative(a, b) <= 1e-5 for a, b in zip(grads, expected_grads, strict=True))
@@ -323,10 +325,10 @@ def test_layouts_of_the_inputs_do_not_matter() -> None:
 def test_only_the_gradients_that_are_needed(wanted: tuple[str, ...]) -> None:
     leaves = make_leaves(60, 2)
     options = {"sink_size": 2, "recent_size": 9}
-    truth = run(composed.shared_score_attention, leaves, "scores", **options)
+    truth = run(composed_attention, leaves, "scores", **options)
     for name, leaf in zip(NAMES, leaves, strict=True):
         leaf.requires_grad_(name in wanted)
-    results = run(composed.shared_score_attention, leaves, "scores", **options)
+    results = run(composed_attention, leaves, "scores", **options)
     for name, leaf in zip(NAMES, leaves, strict=True):
         assert (leaf.grad is not None) == (name in wanted)
         if name in wanted:
@@ -350,7 +352,7 @@ def test_gate_without_a_distant_source(window_only: bool) -> None:
     """The share of proximal keys is a matter of positions; only window attention has nothing else."""
     leaves = make_leaves(40, 2)[:3]
     options = {"sink_size": 1, "recent_size": 6, "window_only": window_only, "return_gate": True}
-    out, gate = composed.shared_score_attention(*leaves, **options)
+    out, gate = composed_attention(*leaves, **options)
     expected_out, expected = reference.shared_score_attention(*leaves, **options)
     assert relative(gate, expected) < 1e-6 and (gate[:, :, 10:].min() < 0.9) == (not window_only)
     grads = torch.autograd.grad(out.square().sum(), leaves)
@@ -361,9 +363,9 @@ def test_gate_without_a_distant_source(window_only: bool) -> None:
 def test_autocast_leaves_float32_alone() -> None:
     leaves = make_leaves(40, 2)
     options = {"sink_size": 1, "recent_size": 6}
-    expected = run(composed.shared_score_attention, leaves, "scores", **options)
+    expected = run(composed_attention, leaves, "scores", **options)
     with torch.autocast("cpu", torch.bfloat16):
-        results = run(composed.shared_score_attention, leaves, "scores", **options)
+        results = run(composed_attention, leaves, "scores", **options)
     assert all(torch.equal(results[name], expected[name]) for name in expected)
 
 
@@ -379,7 +381,7 @@ def test_pieces_cover_every_pair_once(sizes: tuple[int, int], native_window: boo
         distance = column[:, None] - column
         expected = torch.where((column < sink_size) | (distance < recent_size), 1, 100).masked_fill(distance < 0, 0)
         counted = torch.zeros(length, length, dtype=torch.long)
-        for piece in composed.plan(length, sink_size, recent_size, True, native_window):
+        for piece in pieces.plan(length, sink_size, recent_size, True, native_window):
             rows, columns = slice(*piece.queries), slice(*piece.keys)
             block = counted[rows, columns]
             assert not piece.first or not counted[rows].any()
@@ -401,7 +403,7 @@ def test_few_pairs_are_multiplied_in_vain(sink_size: int, recent_size: int) -> N
     for length in sorted({4 * recent_size, 4 * recent_size + 1, 100, 257, 1000, 4096, 16_384, 50_001, 131_072}):
         if length >= 4 * recent_size:
             causal = length * (length + 1) // 2
-            assert causal <= composed.multiplied_pairs(length, sink_size, recent_size) <= 1.1 * causal, length
+            assert causal <= pieces.multiplied_pairs(length, sink_size, recent_size) <= 1.1 * causal, length
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 8], ids=lambda n: f"Hkv{n}")
@@ -411,10 +413,10 @@ def test_eager_kernel(kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     leaves = make_leaves(150, kv_heads, batch=2)
     truth = run(reference.shared_score_attention, leaves, "scores", **options)
     monkeypatch.setattr(composed, "choose_kernel", lambda q, v: "eager")
-    monkeypatch.setattr(composed, "EAGER_LOGITS", 2 * HEADS * 150 * 7)
-    assert_close(run(composed.shared_score_attention, leaves, "scores", **options), truth)
+    monkeypatch.setattr(flash, "EAGER_LOGITS", 2 * HEADS * 150 * 7)
+    assert_close(run(composed_attention, leaves, "scores", **options), truth)
     with torch.autocast("cpu", torch.bfloat16):
-        assert_close(run(composed.shared_score_attention, leaves, "scores", **options), truth)
+        assert_close(run(composed_attention, leaves, "scores", **options), truth)
 
 
 def test_values_of_another_dimension() -> None:
@@ -422,7 +424,7 @@ def test_values_of_another_dimension() -> None:
     leaves = [q, k, torch.randn(1, 2, 50, 5, requires_grad=True), q_distant, k_distant]
     options = {"sink_size": 4, "recent_size": 10}
     truth = run(reference.shared_score_attention, leaves, "scores", **options)
-    assert_close(run(composed.shared_score_attention, leaves, "scores", **options), truth)
+    assert_close(run(composed_attention, leaves, "scores", **options), truth)
 
 
 def test_named_flash_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -435,15 +437,15 @@ def test_named_flash_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activate)
     for name, message in (("FA9", "'FA9' does not exist: this torch knows .*'FA3'"), ("FA4", "'FA4' is not installed")):
-        composed.activate_named_flash.cache_clear()
-        monkeypatch.setenv(composed.FLASH_VARIABLE, name)
+        flash.activate_named_flash.cache_clear()
+        monkeypatch.setenv(flash.FLASH_VARIABLE, name)
         with pytest.raises(ValueError, match=f"POD_FLASH_IMPLEMENTATION {message}"):
-            composed.activate_named_flash()
-    monkeypatch.setenv(composed.FLASH_VARIABLE, "FA3")
-    composed.activate_named_flash()
-    composed.activate_named_flash()
+            flash.activate_named_flash()
+    monkeypatch.setenv(flash.FLASH_VARIABLE, "FA3")
+    flash.activate_named_flash()
+    flash.activate_named_flash()
     assert activated == ["FA3"]
-    composed.activate_named_flash.cache_clear()
+    flash.activate_named_flash.cache_clear()
 
 
 @pytest.mark.parametrize("shape", ["window", "causal", "full"])
@@ -452,10 +454,10 @@ def test_cuda_calls_fit_the_operations(shape: str) -> None:
     num_keys = 4 if shape == "full" else 40
     q = torch.empty(2, 8, 40, 64, dtype=torch.bfloat16, device="meta")
     k = torch.empty(2, 2, num_keys, 64, dtype=torch.bfloat16, device="meta")
-    piece = composed.Piece((0, 40), (0, num_keys), shape)
-    out, lse = composed.forward_piece("flash_cuda", piece, q, k, k, None, 16, 0.1)
+    piece = pieces.Piece((0, 40), (0, num_keys), shape)
+    out, lse = flash.forward_piece("flash_cuda", piece, q, k, k, None, 16, 0.1)
     assert out.shape == q.shape and lse.shape == q.shape[:3] and lse.dtype == torch.float32
-    grads = composed.backward_piece("flash_cuda", piece, out, q, k, k, out, lse, None, 16, 0.1)
+    grads = flash.backward_piece("flash_cuda", piece, out, q, k, k, out, lse, None, 16, 0.1)
     assert [grad.shape for grad in grads] == [q.shape, k.shape, k.shape]
 
 
@@ -530,7 +532,7 @@ def test_bad_inputs_are_named(changes: dict, message: str, backend: str) -> None
 def test_composed_refuses_impossible_lengths(value: int) -> None:
     q = torch.zeros(2, 1, 6, 4)
     with pytest.raises(ValueError, match=rf"lengths must lie in 0\.\.6.*row 1 has {value}"):
-        composed.shared_score_attention(q, q, q, sink_size=1, recent_size=2, lengths=torch.tensor([6, value]))
+        composed_attention(q, q, q, sink_size=1, recent_size=2, lengths=torch.tensor([6, value]))
 
 
 def test_unknown_backend_names_the_closest() -> None:
@@ -565,31 +567,29 @@ def test_packed_documents(kv_heads: int, share: str) -> None:
     leaves = make_leaves(150, kv_heads, batch=5)
     options = {"sink_size": 4, "recent_size": 28, "document_ids": torch.tensor(PACKED)}
     truth = run(reference.shared_score_attention, leaves, share, **options)
-    assert_close(run(composed.shared_score_attention, leaves, share, **options), truth)
+    assert_close(run(composed_attention, leaves, share, **options), truth)
 
 
 def test_packed_documents_lse_and_gate() -> None:
     leaves = [leaf.detach() for leaf in make_leaves(150, 2, batch=5)]
     options = {"sink_size": 4, "recent_size": 28, "document_ids": torch.tensor(PACKED)}
     options |= {"return_lse": True, "return_gate": True}
-    ours, theirs = (
-        function(*leaves, **options) for function in (composed.shared_score_attention, reference.shared_score_attention)
-    )
+    ours, theirs = (function(*leaves, **options) for function in (composed_attention, reference.shared_score_attention))
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 def test_rows_of_one_document_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     leaves = make_leaves(60, 2, batch=2)
-    plain = composed.shared_score_attention(*leaves, sink_size=2, recent_size=9)
+    plain = composed_attention(*leaves, sink_size=2, recent_size=9)
     calls = []
     forward = composed._forward
-    monkeypatch.setattr(composed, "_forward", lambda *args: calls.append(args[0].shape) or forward(*args))
+    monkeypatch.setattr(composed, "_forward", lambda *args: calls.append(args[0][0].shape) or forward(*args))
     ids = torch.tensor([[3] * 60, [0] * 60])
-    assert torch.equal(composed.shared_score_attention(*leaves, sink_size=2, recent_size=9, document_ids=ids), plain)
+    assert torch.equal(composed_attention(*leaves, sink_size=2, recent_size=9, document_ids=ids), plain)
     assert [tuple(shape[:1]) for shape in calls] == [(2,)]
     ids = torch.tensor([[0] * 20 + [1] * 40, [7] * 20 + [9] * 40])
-    composed.shared_score_attention(*leaves, sink_size=2, recent_size=9, document_ids=ids)
+    composed_attention(*leaves, sink_size=2, recent_size=9, document_ids=ids)
     assert [shape[2] for shape in calls[1:]] == [20, 40]
 
 
@@ -597,7 +597,7 @@ def test_document_ids_that_decrease_are_refused() -> None:
     q = torch.zeros(2, 1, 4, 4)
     ids = torch.tensor([[0, 0, 1, 1], [1, 1, 0, 0]])
     with pytest.raises(ValueError, match="must not decrease: row 1 has 0 after 1"):
-        composed.shared_score_attention(q, q, q, sink_size=1, recent_size=2, document_ids=ids)
+        composed_attention(q, q, q, sink_size=1, recent_size=2, document_ids=ids)
 
 
 # On a GPU
@@ -620,4 +620,4 @@ class TestOnGpu:
         leaves = make_leaves(length, kv_heads, batch=2, device="cuda")
         options = {"sink_size": 4, "recent_size": 28, "lengths": torch.tensor([length, length // 2], device="cuda")}
         truth = run(reference.shared_score_attention, leaves, "scores", **options)
-        assert_close(run(composed.shared_score_attention, leaves, "scores", **options), truth)
+        assert_close(run(composed_attention, leaves, "scores", **options), truth)
