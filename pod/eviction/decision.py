@@ -32,9 +32,13 @@ class Window:
     positions: Tensor
     scale: float
 
-    def last(self, count: int) -> "Window":
-        """Its last queries."""
-        return Window(self.queries[..., -count:, :], self.positions[:, -count:], self.scale)
+    def part(self, part: slice) -> "Window":
+        """Some of its queries."""
+        return Window(self.queries[..., part, :], self.positions[:, part], self.scale)
+
+    def on(self, keys: Tensor, held: Tensor, newest: Tensor) -> Observation:
+        """What they attend to among keys [A, B, N, D] at `held` [B, A, N], in order of position up to `newest` [B]."""
+        return observe(self.queries, self.positions, keys, held, newest, self.scale)
 
 
 class Decision:
@@ -125,7 +129,7 @@ class Decision:
             before = self.windows[layer]
             queries = torch.cat([before.queries, window.queries], dim=3)
             window = Window(queries, torch.cat([before.positions, window.positions], dim=1), window.scale)
-        window = window.last(self._window)
+        window = window.part(slice(-self._window, None))
         # Copied: a view would keep the queries of the whole forward.
         window.queries = window.queries.clone()
         self.windows[layer] = window
@@ -190,38 +194,29 @@ class Decision:
             newest: [B].
             carried: scores that earlier queries, and these, have added up to.
         """
-        method, seen = self.method, None
-
-        def observation(count: int) -> Observation:
-            last = window.last(count)
-            return observe(last.queries, last.positions, keys, held, newest, last.scale)
-
+        method, seen, sees = self.method, None, (keys, held, newest)
         if method.carries:
-            scores = carried if carried is not None else self._summed(window, keys, held, newest)
+            scores = carried if carried is not None else self._summed(window, *sees)
         else:
-            seen = observation(method.observed)
+            seen = window.part(slice(-method.observed, None)).on(*sees)
             scores = method.score(seen)
         preference = None
         if method.preference_window:
             if seen is None or method.preference_window != method.observed:
-                seen = observation(method.preference_window)
+                seen = window.part(slice(-method.preference_window, None)).on(*sees)
             preference = method.preference(seen).tolist()
         candidates = (held >= 0) & ~self._forced(layer, heads, held, newest)
         return scores, Stage(layer, heads, live, scores, candidates, preference)
 
     def _summed(self, window: Window, keys: Tensor, held: Tensor, newest: Tensor) -> Tensor:
         """Scores [B, A, N] that add up over queries, a few of these at a time."""
-        queries, positions = window.queries, window.positions
-        count = queries.shape[3]
-        chunk = max(1, min(count, MAX_LOGITS // max(1, queries.shape[:3].numel() * keys.shape[2])))
+        count = window.positions.shape[1]
+        chunk = max(1, min(count, MAX_LOGITS // max(1, window.queries.shape[:3].numel() * keys.shape[2])))
         if runs_triton(keys):
             chunk = count  # kernels hold a tile of the weights at a time
         total = torch.zeros(held.shape, dtype=torch.float32, device=keys.device)
         for first in range(0, count, chunk):
-            part = slice(first, first + chunk)
-            total += self.method.score(
-                observe(queries[..., part, :], positions[:, part], keys, held, newest, window.scale)
-            )
+            total += self.method.score(window.part(slice(first, first + chunk)).on(keys, held, newest))
         return total
 
     def _forced(self, layer: int, heads: tuple[int, ...], held: Tensor, newest: Tensor) -> Tensor:

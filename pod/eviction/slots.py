@@ -161,15 +161,15 @@ class SlotStore(Store):
         q = q.detach().unflatten(1, (len(order), -1)).transpose(0, 1)[order]  # [H_kv, B, G, T, D] in storage order
         new_k, v = (states.detach().transpose(0, 1)[order] for states in (k, v))
         blocks = [self._open[self._anchors[layer][head], head] for head in order[num_anchors:]]
-        k, far = new_k, None
+        k, far, capped = new_k, None, (None, None)
         if step.sinks is not None:
             far = rotated(q, *(part[step.sinks.ceiling] for part in step.table))
             proximal = self.config.sink_size, self.config.recent_size
             of_own = self._ring.sinks(self.cascades.sinks, far.device), proximal
-            capped = [
+            capped = (
                 step.sinks.capped(far[:num_anchors], stored.keys, new_k[:num_anchors]) if num_anchors else None,
                 step.sinks.capped(far[num_anchors:], stored.own, new_k[num_anchors:], *of_own) if blocks else None,
-            ]
+            )
         if self.rotates:
             cos, sin = step.angles
             q, k = rotated(q, cos[:, None], sin[:, None]), rotated(new_k, cos, sin)
@@ -211,7 +211,7 @@ class SlotStore(Store):
                 share=self.config.share,
                 decay=step.decay if num_anchors else None,
                 window=window,
-                capped=(None, None) if far is None else tuple(capped),
+                capped=capped,
                 **options,
             )
         self.pairs += pairs
@@ -311,12 +311,12 @@ class SlotStore(Store):
         return slots[:num_anchors]
 
     def finish(self) -> None:
+        sums = None
+        if self._pending and self.scoring is not None:
+            sums = torch.cat([part.sums for part in self._pending if part.sums is not None])
         if self._pending and runs_triton(self._pending[0].values):
-            self._store_one()
+            self._store_one(sums)
         elif self._pending:
-            sums = None
-            if self.scoring is not None:
-                sums = torch.cat([part.sums for part in self._pending if part.sums is not None])
             chosen = self._insert(self._state, sums)
             for layer, (stored, new) in enumerate(zip(self._layers, self._pending, strict=True)):
                 num_anchors = self._num_anchors[layer]
@@ -328,8 +328,7 @@ class SlotStore(Store):
                     self._put(stored.keys.rectangle, new.keys[:num_anchors], slots[:num_anchors])
                 self._put(stored.values.rectangle, new.values, slots)
         if self._pending:
-            self._pending = []
-            self._open = {}
+            self._pending, self._open = [], {}
         self._seen = [seen + new for seen, new in zip(self._seen, self._step.new, strict=True)]
         self._step = None
 
@@ -390,13 +389,12 @@ class SlotStore(Store):
 
     # ------------------------------------------------------------------ parts of a forward
 
-    def _store_one(self) -> None:
+    def _store_one(self, sums: Tensor | None) -> None:
         """Insert and store the token of every row, one kernel for all units and one for each layer."""
         from pod_kernels.update import append_slots, average, insert  # imports triton
 
         step, state, scores = self._step, self._state, None
         if self.scoring is not None:
-            sums = torch.cat([part.sums for part in self._pending if part.sums is not None])
             factors = self.scoring.gamma ** step.counts.float()
             scores = average(state.scores, sums, factors, self.scoring.head_reduction)
         chosen = insert(state, self.cascades, step.positions, scores)

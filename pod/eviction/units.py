@@ -263,12 +263,10 @@ class Units:
         """
         counts = [one.counts for one in chosen]
         sizes = [self.headroom.evicted(*pair, length) for pair in zip(counts, budgets, strict=True)]
-        self.tables[layer] = table = self._empty_table(layer, sizes, positions, counts, budgets)
-        table.scores = _numbers(sizes, positions, torch.float32)
+        table = self._new_table(layer, sizes, positions, counts, budgets, has_scores=True)
         for index, one in enumerate(chosen):
             one.put(table.slots, index, positions[one.rows, one.sources, None].int())
             one.put(table.scores, index, scores[one.rows, index, one.sources, None])
-        table.count_room()
 
     def _make_room(self, layer: int, step, reach: int | None) -> None:
         """Slots for the tokens of this forward; several need them in order of position."""
@@ -277,10 +275,7 @@ class Units:
             anchors = self.num_anchors[layer]
             sizes = [self.headroom.grown([0] * batch, count, step.length)] * anchors
             held, budgets = ([[number] * batch for _ in range(anchors)] for number in (0, self.method.budget))
-            self.tables[layer] = table = self._empty_table(layer, sizes, step.positions, held, budgets)
-            if self.method.carries:
-                table.scores = _numbers(sizes, step.positions, torch.float32)
-            table.count_room()
+            self._new_table(layer, sizes, step.positions, held, budgets, has_scores=self.method.carries)
             return
         if table.room >= count and not (count > 1 and table.has_holes):
             return
@@ -290,11 +285,22 @@ class Units:
             changes[layer, head] = chosen, self.headroom.grown(chosen.counts, count, step.length)
         self.repack(changes, step.before - 1, reach)
 
-    def _empty_table(
-        self, layer: int, sizes: list[list[int]], like: Tensor, held: list[list[int]], budgets: list[list[int]]
+    def _new_table(
+        self,
+        layer: int,
+        sizes: list[list[int]],
+        like: Tensor,
+        held: list[list[int]],
+        budgets: list[list[int]],
+        has_scores: bool,
     ) -> Table:
         heads = self.orders[layer][: self.num_anchors[layer]]
-        return Table(heads, _numbers(sizes, like, torch.int32, fill=-1), None, held, budgets)
+        options = {"batch": like.shape[0], "dim": 1, "device": like.device}
+        slots = Segments.packed(sizes, dtype=torch.int32, fill=-1, **options)
+        scores = Segments.packed(sizes, dtype=torch.float32, **options) if has_scores else None
+        table = self.tables[layer] = Table(heads, slots, scores, held, budgets)
+        table.count_room()
+        return table
 
     def _empty_layer(self, layer: int, keys: Tensor, values: Tensor) -> Layer:
         """Slots for a layer whose units have theirs."""
@@ -415,11 +421,6 @@ class Units:
 
 def _full(segments: Segments | QuantizedSegments) -> Segments:
     return segments.full() if isinstance(segments, QuantizedSegments) else segments
-
-
-def _numbers(sizes: list[list[int]], like: Tensor, dtype: torch.dtype, fill: float = 0) -> Segments:
-    """Segments of one number in each slot, of as many rows as `like` [B, ..]."""
-    return Segments.packed(sizes, like.shape[0], 1, dtype=dtype, device=like.device, fill=fill)
 
 
 def _restored(sizes: list[list[int]], batch: int, data: Tensor) -> Segments:
