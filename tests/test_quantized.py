@@ -130,7 +130,7 @@ class Followed:
     def __call__(self, index: int, *states) -> Tensor:
         out, evicting = self.attend(index, *states), self.cache._evicting
         layer, other = (
-            one._keeping.segments[index] if evicting is None else one._evicting.layers[index]
+            one._keeping.segments[index] if evicting is None else one._evicting.units.layers[index]
             for one in (self.cache, self.ahead)
         )
         spec = self.ahead.quantization

@@ -230,6 +230,14 @@ class QuantizedSegments:
         segments = torch.tensor(segments, dtype=torch.long, device=device)
         self.open, self.closed = other.open[segments], other.closed[segments]
 
+    def of_rows(self, rows: list[int]) -> "QuantizedSegments":
+        """A copy of some rows, in that order."""
+        sizes = [[head[row] for row in rows] for head in self.sizes]
+        options = {"dtype": self.open.dtype, "device": self.open.device}
+        new = self.allocate(self.spec, self.is_key, sizes, len(rows), self.open.shape[-1], **options)
+        new.take(self, rows)
+        return new
+
     def _bounds(self) -> tuple[Tensor, Tensor]:
         """[n] each, the first group of each segment and the one behind its last."""
         sizes = torch.tensor(self.sizes, dtype=torch.long, device=self.codes.device).flatten() // self.spec.group

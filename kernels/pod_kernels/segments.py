@@ -131,6 +131,30 @@ class Segments:
         beyond = column >= self.capacities.t()[..., None]
         return self.data[index.masked_fill(beyond, 0)].masked_fill(beyond[..., None], fill)
 
+    def write(self, slots: Tensor, new: Tensor, real: Tensor | None) -> None:
+        """Put vectors into slots of packed segments.
+
+        Args:
+            slots: [h, B, T] int64, of the first h heads, counted from each segment's first.
+            new: [h, B, T, D].
+            real: [B, T] bool, which of them; None: all.
+        """
+        index = self.offsets.t()[: new.shape[0], :, None] + slots
+        if real is None:
+            self.data[index.flatten()] = new.flatten(0, 2)
+        else:
+            real = real.expand(index.shape)
+            self.data[index[real]] = new[real]
+
+    def of_rows(self, rows: list[int]) -> "Segments":
+        """A copy of some rows of packed segments, in that order."""
+        sizes = [[head[row] for row in rows] for head in self.sizes]
+        options = {"dtype": self.data.dtype, "device": self.data.device}
+        new = Segments.packed(sizes, len(rows), self.data.shape[1], **options)
+        for head in range(len(sizes) if rows else 0):
+            torch.cat([self.run(head, row) for row in rows], out=new.run(head))
+        return new
+
     @property
     def rectangle(self) -> Tensor:
         """[H, B, C, D] view of the storage.

@@ -20,10 +20,12 @@ from dataclasses import MISSING, fields
 from typing import get_type_hints
 
 from pod.eviction.adakv import AdaKV
-from pod.eviction.base import Combined, Eviction, Observation, Sharing, Stage, accepted_types
+from pod.eviction.base import Eviction, Sharing, Stage, accepted_types
 from pod.eviction.cake import CAKE
 from pod.eviction.cascade import Cascade
+from pod.eviction.combined import Combined
 from pod.eviction.h2o import H2O
+from pod.eviction.observation import Observation
 from pod.eviction.pyramidkv import PyramidKV
 from pod.eviction.quest import Quest
 from pod.eviction.sagekv import SageKV

@@ -1,9 +1,6 @@
 """What an eviction method says: how important each token is, how many are kept where, and when.
 
-Legend: B rows, A KV heads anchored in a layer (all of them in a dense model), G query heads per KV head, q queries, N
-slots, L layers, C budget.
-
-Ties are broken the same way everywhere: of two tokens with equal scores the more recent one is kept.
+Legend: B rows, A KV heads anchored in a layer (all of them in a dense model), N slots.
 """
 
 import types
@@ -11,83 +8,10 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, fields
 from typing import ClassVar, get_args, get_origin, get_type_hints
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from pod.blocks import LayerBlocks
-
-
-@dataclass
-class Observation:
-    """What a layer's last queries attended to, which is what scores are made of.
-
-    Where kernels run, no weights are stored after a prefill: a method should ask for `sums`, `variances` or `entropies`
-    where these say it, as `weights` is then computed only for who asks.
-
-    Attributes:
-        weights: [B, A, G, q, N] float32, softmax over all keys that a query sees; zero for padding.
-        positions: [B, A, N] int64, the position that each slot holds, -1 where it is empty.
-        newest: [B] int64, the position of each row's newest token.
-        in_order: slots are in order of position (empty ones at either end).
-        decoding: one new token, after a prefill.
-    """
-
-    weights: Tensor
-    positions: Tensor
-    newest: Tensor
-    in_order: bool
-    decoding: bool
-
-    @property
-    def count(self) -> int:
-        """q, padding included."""
-        return self.weights.shape[3]
-
-    def sums(self) -> Tensor:
-        """[B, A, G, N] the weights' sum over the queries."""
-        return self.weights.sum(dim=3)
-
-    def variances(self) -> Tensor:
-        """[B, A, G, N] the weights' unbiased variance over the queries, 0 for a single one."""
-        return self.weights.var(dim=3) if self.count > 1 else torch.zeros_like(self.weights[..., 0, :])
-
-    def entropies(self) -> Tensor:
-        """[B, A, G, N] the sum of - w log(w + 1e-10) over the queries."""
-        return -(self.weights * (self.weights + 1e-10).log()).sum(dim=3)
-
-    def prefix(self, window: int) -> Tensor:
-        """[B, A, N] bool: tokens before the last `window` of their row."""
-        return (self.positions >= 0) & (self.positions <= self.newest[:, None, None] - window)
-
-    def pooled(self, scores: Tensor, window: int, kernel_size: int, pooling: str) -> Tensor:
-        """Pool scores over neighbours in the order of positions, the window left out.
-
-        Args:
-            scores: [B, A, N], or [B, A, G, N] to pool each query head.
-            window: the last tokens of each row, which are no one's neighbours.
-            kernel_size: an odd number of tokens; beyond the ends stands 0 for "avg" (counted), nothing for "max".
-            pooling: "max" or "avg".
-
-        Returns:
-            The same shape; 0 outside the prefix.
-        """
-        prefix = self.prefix(window)
-        order = None
-        if not self.in_order:
-            last = torch.iinfo(torch.long).max
-            order = torch.where(prefix, self.positions, last).argsort(dim=-1)
-        if scores.dim() == 4:
-            prefix = prefix[:, :, None].expand(scores.shape)
-            order = order if order is None else order[:, :, None].expand(scores.shape)
-        flat = scores.masked_fill(~prefix, 0 if pooling == "avg" else -torch.inf)
-        flat = flat if order is None else flat.gather(-1, order)
-        pool = F.avg_pool1d if pooling == "avg" else F.max_pool1d
-        lines = flat.flatten(0, -2)[:, None]
-        flat = pool(lines, kernel_size, stride=1, padding=kernel_size // 2)[:, 0].view(flat.shape)
-        if order is not None:
-            flat = torch.empty_like(flat).scatter_(-1, order, flat)
-        return flat.masked_fill(~prefix, 0)
+from pod.eviction.observation import Observation
 
 
 @dataclass
@@ -218,83 +142,6 @@ class Eviction(ABC):
         """
         rows = len(sharing.seen)
         return [[[self.budget] * rows for _ in stage.heads] for stage in sharing.stages]
-
-
-@dataclass(frozen=True)
-class Combined(Eviction):
-    """The scores of one method under the allocation of another, as CAKE's paper puts H2O and SnapKV under its own.
-
-    Args:
-        budget: that of both.
-        scorer: gives scores, what is always kept, and when.
-        allocator: gives preferences and counts.
-
-    Raises:
-        ValueError: the budgets differ, or they always keep different numbers of last tokens.
-    """
-
-    scorer: Eviction
-    allocator: Eviction
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for part in (self.scorer, self.allocator):
-            if part.budget != self.budget:
-                raise ValueError(f"Combined: budget is {self.budget} but {type(part).__name__} has {part.budget}")
-        if self.scorer.protected != self.allocator.protected:
-            raise ValueError(
-                f"Combined: {type(self.scorer).__name__} always keeps {self.scorer.protected} last tokens and "
-                f"{type(self.allocator).__name__} {self.allocator.protected}: give both the same window"
-            )
-        for name in ("when", "carries", "lasting", "per_layer"):
-            object.__setattr__(self, name, getattr(self.scorer, name))
-
-    protected = property(lambda self: self.scorer.protected)
-    observed = property(lambda self: self.scorer.observed)
-    preference_window = property(lambda self: self.allocator.preference_window)
-    threshold = property(lambda self: self.allocator.threshold)
-
-    def protected_with(self, groups: int) -> int:
-        return self.scorer.protected_with(groups)
-
-    def score(self, seen: Observation) -> Tensor:
-        return self.scorer.score(seen)
-
-    def preference(self, seen: Observation) -> Tensor:
-        return self.allocator.preference(seen)
-
-    def allocate(self, sharing: Sharing) -> list[list[list[int]]]:
-        return self.allocator.allocate(sharing)
-
-
-def kept(scores: Tensor, positions: Tensor, forced: Tensor, counts: Tensor) -> Tensor:
-    """Which tokens stay: the forced ones, then the highest scores; among equal scores the most recent.
-
-    Args:
-        scores: [B, A, N] float32.
-        positions: [B, A, N] int64, -1 where a slot is empty.
-        forced: [B, A, N] bool.
-        counts: [B, A] int64, how many stay, forced ones included; fewer where there are not so many.
-
-    Returns:
-        [B, A, N] bool.
-    """
-    is_live = positions >= 0
-    scores = scores.masked_fill(forced, torch.inf).masked_fill(~is_live, -torch.inf)
-    recent_first = positions.argsort(dim=-1, descending=True)
-    best_first = scores.gather(-1, recent_first).argsort(dim=-1, descending=True, stable=True)
-    order = recent_first.gather(-1, best_first)
-    counts = torch.maximum(counts, (forced & is_live).sum(dim=-1))
-    is_first = torch.arange(scores.shape[-1], device=scores.device) < counts[..., None]
-    return torch.zeros_like(forced).scatter_(-1, order, is_first) & is_live
-
-
-def lowest(scores: Tensor, positions: Tensor, forced: Tensor) -> Tensor:
-    """[B, A] the one slot that `kept` gives up first: the lowest score, among equal ones the earliest position."""
-    scores = scores.masked_fill(forced | (positions < 0), torch.inf)
-    is_lowest = scores == scores.amin(dim=-1, keepdim=True)
-    last = torch.iinfo(torch.long).max
-    return torch.where(is_lowest & (positions >= 0), positions, last).argmin(dim=-1)
 
 
 def check_window(method: Eviction, smallest: int = 1) -> None:

@@ -6,7 +6,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from pod.eviction.base import Eviction, Observation, Sharing, check_window
+from pod.eviction.base import Eviction, Sharing, check_window
+from pod.eviction.observation import Observation
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from pod.eviction.base import Eviction, Observation
+from pod.eviction.base import Eviction
+from pod.eviction.observation import Observation
 
 
 @dataclass(frozen=True)

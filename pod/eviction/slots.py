@@ -12,20 +12,18 @@ from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
 
 from pod.blocks import LayerBlocks
+from pod.eviction.own_ring import OwnRing
+from pod.eviction.slot_step import Step, Steps
 from pod.eviction.storage import Rotary, Store, real_tokens
 from pod_kernels import Segments
 from pod_kernels.backend import runs_triton
-from pod_kernels.cascade import Cascades, CascadeState, Plan
-from pod_kernels.slots import BlockAnchor, Capped, OwnKeys, put_own, rotated, rotated_pieces, slot_attention
-
-# Steps of decoding that are planned at once.
-STEPS_AHEAD = 64
+from pod_kernels.cascade import Cascades, CascadeState
+from pod_kernels.slots import BlockAnchor, OwnKeys, put_own, rotated, rotated_pieces, slot_attention
 
 
 @dataclass
@@ -39,47 +37,6 @@ class Scoring:
 
     gamma: float
     head_reduction: str
-
-
-@dataclass
-class Step:
-    """What one forward adds, the same for all layers. What has [B or 1] rows has one when all rows are alike.
-
-    Attributes:
-        positions: [B, T] int64 of the new tokens in their rows, -1 for padding.
-        new: real tokens of each row.
-        is_even: no padding.
-        used: F, slots in use in the fullest row.
-        kept: [B or 1] slots in use.
-        seen: [B or 1] tokens before the forward.
-        counts: [B or 1] real tokens.
-        plan: of the insertion, once it is asked for.
-        seen_rows, new_rows: `seen` and `counts` on the host.
-        ranks: [B or 1, N, c] of `Cascades.ranks`, once the first layer has asked.
-        angles: cos and sin [B or 1, T, D / 2] of the new tokens; None without rotation.
-        table: cos and sin [.., D / 2] by place; None without rotation.
-        decay: [T] each query's factor in the scores; None without scores.
-        held: [B, F] positions of the tokens in the slots; None without a window.
-        sinks: [B, S] of the sinks their columns among slots and new tokens, the place of a new one among these, and
-            their positions; None where no query is farther from them than the window.
-    """
-
-    positions: Tensor
-    new: list[int]
-    is_even: bool
-    used: int
-    kept: Tensor
-    seen: Tensor
-    counts: Tensor
-    plan: Plan | None
-    seen_rows: np.ndarray
-    new_rows: np.ndarray
-    ranks: Tensor | None
-    angles: tuple[Tensor, Tensor] | None
-    table: tuple[Tensor, Tensor] | None
-    decay: Tensor | None
-    held: Tensor | None
-    sinks: tuple[Tensor, Tensor, Tensor] | None
 
 
 @dataclass
@@ -173,10 +130,7 @@ class SlotStore(Store):
             [layer == last or anchors[layer + 1][head] != anchors[layer][head] for head in heads]
             for layer in range(blocks.num_layers)
         ]
-        near = config.sink_size + config.recent_size
-        # A ring of the recent ones by position, or, where that is no smaller, the slots as they are.
-        self._own_by_slot = near >= cascades.slots
-        self._own_capacity = min(near, cascades.slots)
+        self._ring = OwnRing(config.sink_size, config.recent_size, cascades.slots)
         self.reset()
 
     # ------------------------------------------------------------------ one forward of the model
@@ -187,7 +141,6 @@ class SlotStore(Store):
 
     def begin(self, inputs: Tensor, mask: Tensor | None, rotary: Rotary) -> None:
         batch, count = inputs.shape[:2]
-        device = inputs.device
         if self._step is not None:
             raise ValueError("the last forward broke off, and some layers hold its tokens: call cache.reset()")
         if self._layers and len(self._seen) != batch:
@@ -196,50 +149,9 @@ class SlotStore(Store):
             self.reset()
         if not self._layers:
             self._seen = [0] * batch
-        column = torch.arange(count, device=device)
         new = [count] * batch if mask is None else real_tokens(mask).tolist()
-        # Rows that are alike, the usual case, share one plan.
-        is_alike = len(set(self._seen)) == 1 and len(set(new)) == 1
-        rows = slice(0, 1) if is_alike else slice(None)
-        seen, counts = np.array(self._seen[rows]), np.array(new[rows])
-        cascades = self.cascades
-        seen_rows, new_rows = seen, counts
-        used = min(max(self._seen), cascades.slots)
-        seen, counts = torch.from_numpy(seen).to(device), torch.from_numpy(counts).to(device)
-        kept = seen.clamp(max=cascades.slots)
-        place = column - (count - counts)[:, None]
-        positions = torch.where(place >= 0, seen[:, None] + place, -1).expand(batch, -1)
-        angles = table = None
-        if self.rotates:
-            table = self._rotary_table(inputs, used + count, rotary)
-            at = (kept[:, None] + place).clamp(min=0)
-            angles = table[0][at], table[1][at]
-        decay = None
-        if self.scoring is not None:
-            gamma = self.scoring.gamma
-            decay = (1 - gamma) * gamma ** torch.arange(count - 1, -1, -1, device=device, dtype=torch.float32)
-        held = None
-        if self.window is not None:
-            # Copied: layer by layer, several tokens are written over what the slots hold.
-            held = self._state.positions[0, :, :used].clone() if self._layers else positions[:, :0]
-        self._step = Step(
-            positions=positions,
-            new=new,
-            is_even=min(new) == count,
-            used=used,
-            kept=kept,
-            seen=seen,
-            counts=counts,
-            plan=None,
-            seen_rows=seen_rows,
-            new_rows=new_rows,
-            ranks=None,
-            angles=angles,
-            table=table,
-            decay=decay,
-            held=held,
-            sinks=self._sink_columns(used, count, seen, counts) if self.window is not None and self.rotates else None,
-        )
+        held = self._state.positions[0] if self._layers else None
+        self._step = self._steps.of(inputs, new, self._seen, held, rotary)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         step, order, num_anchors = self._step, self._orders[layer], self._num_anchors[layer]
@@ -249,14 +161,15 @@ class SlotStore(Store):
         q = q.detach().unflatten(1, (len(order), -1)).transpose(0, 1)[order]  # [H_kv, B, G, T, D] in storage order
         new_k, v = (states.detach().transpose(0, 1)[order] for states in (k, v))
         blocks = [self._open[self._anchors[layer][head], head] for head in order[num_anchors:]]
-        k, far = new_k, None
+        k, far, capped = new_k, None, (None, None)
         if step.sinks is not None:
-            ceiling = self.cascades.budget
-            far = rotated(q, *(part[ceiling] for part in step.table))
-            capped = [
-                self._capped(far[:num_anchors], stored.keys, new_k[:num_anchors]) if num_anchors else None,
-                self._capped(far[num_anchors:], stored.own, new_k[num_anchors:], True) if blocks else None,
-            ]
+            far = rotated(q, *(part[step.sinks.ceiling] for part in step.table))
+            proximal = self.config.sink_size, self.config.recent_size
+            of_own = self._ring.sinks(self.cascades.sinks, far.device), proximal
+            capped = (
+                step.sinks.capped(far[:num_anchors], stored.keys, new_k[:num_anchors]) if num_anchors else None,
+                step.sinks.capped(far[num_anchors:], stored.own, new_k[num_anchors:], *of_own) if blocks else None,
+            )
         if self.rotates:
             cos, sin = step.angles
             q, k = rotated(q, cos[:, None], sin[:, None]), rotated(new_k, cos, sin)
@@ -265,8 +178,6 @@ class SlotStore(Store):
         keeps_logits = bool(goes_on) and q.shape[3] == 1 and self.config.share == "scores"
         ranks = None
         if num_anchors and self.rotates:
-            if step.ranks is None:
-                step.ranks = self.cascades.ranks(step.seen_rows, k.device)
             ranks = stored.state.ranks(self.cascades, step.ranks)[..., : step.used]
         own = self._own_keys(stored, k[num_anchors:], blocks) if blocks else None
         window = None if self.window is None else (step.held, *self.window)
@@ -300,7 +211,7 @@ class SlotStore(Store):
                 share=self.config.share,
                 decay=step.decay if num_anchors else None,
                 window=window,
-                capped=(None, None) if far is None else tuple(capped),
+                capped=capped,
                 **options,
             )
         self.pairs += pairs
@@ -400,12 +311,12 @@ class SlotStore(Store):
         return slots[:num_anchors]
 
     def finish(self) -> None:
+        sums = None
+        if self._pending and self.scoring is not None:
+            sums = torch.cat([part.sums for part in self._pending if part.sums is not None])
         if self._pending and runs_triton(self._pending[0].values):
-            self._store_one()
+            self._store_one(sums)
         elif self._pending:
-            sums = None
-            if self.scoring is not None:
-                sums = torch.cat([part.sums for part in self._pending if part.sums is not None])
             chosen = self._insert(self._state, sums)
             for layer, (stored, new) in enumerate(zip(self._layers, self._pending, strict=True)):
                 num_anchors = self._num_anchors[layer]
@@ -417,8 +328,7 @@ class SlotStore(Store):
                     self._put(stored.keys.rectangle, new.keys[:num_anchors], slots[:num_anchors])
                 self._put(stored.values.rectangle, new.values, slots)
         if self._pending:
-            self._pending = []
-            self._open = {}
+            self._pending, self._open = [], {}
         self._seen = [seen + new for seen, new in zip(self._seen, self._step.new, strict=True)]
         self._step = None
 
@@ -473,56 +383,27 @@ class SlotStore(Store):
         self._step: Step | None = None
         self._state: CascadeState | None = None
         self._pending: list[Pending] = []
-        self._plans: tuple[np.ndarray, Plan] | None = None
+        self._steps = Steps(self.cascades, self.rotates, self.scoring and self.scoring.gamma, self.window is not None)
         self._open: dict[tuple[int, int], OpenBlock] = {}
         self._unit_index: dict[int, Tensor] = {}
-        self._table: tuple[Tensor, Tensor] | None = None
 
     # ------------------------------------------------------------------ parts of a forward
 
-    def _store_one(self) -> None:
+    def _store_one(self, sums: Tensor | None) -> None:
         """Insert and store the token of every row, one kernel for all units and one for each layer."""
         from pod_kernels.slot_update import append_slots, average, insert  # imports triton
 
         step, state, scores = self._step, self._state, None
         if self.scoring is not None:
-            sums = torch.cat([part.sums for part in self._pending if part.sums is not None])
             factors = self.scoring.gamma ** step.counts.float()
             scores = average(state.scores, sums, factors, self.scoring.head_reduction)
         chosen = insert(state, self.cascades, step.positions, scores)
         for layer, (stored, new) in enumerate(zip(self._layers, self._pending, strict=True)):
             held = stored.keys.rectangle, stored.values.rectangle, stored.own.rectangle
             units = self._units(layer, chosen.device)
-            sinks, by_slot = self.config.sink_size, self._own_by_slot
+            sinks, by_slot = self.config.sink_size, self._ring.is_by_slot
             append_slots(*held, new.keys, new.values, step.positions, chosen, units, sinks, by_slot)
             self.moved += 2 * len(units) * sum(step.new)
-
-    def _plan(self) -> Plan:
-        """The plan of this forward's insertion."""
-        step = self._step
-        if step.plan is None:
-            count, device = step.positions.shape[1], step.positions.device
-            if count == 1 == min(step.new):
-                step.plan = self._plan_ahead(step.seen_rows, device)
-            else:
-                step.plan = self.cascades.plan(step.seen_rows, step.new_rows, count, device)
-        return step.plan
-
-    def _plan_ahead(self, seen: np.ndarray, device: torch.device) -> Plan:
-        """The plan of one token in each row, made for several steps of decoding at once: all depends on counts only."""
-        rows = len(seen)
-        first, plan = self._plans or (seen, None)
-        ahead = int(seen[0] - first[0]) if len(first) == rows else -1
-        if (
-            plan is None
-            or not 0 <= ahead < STEPS_AHEAD
-            or (seen != first + ahead).any()
-            or plan.tokens.device != device
-        ):
-            each = (np.arange(STEPS_AHEAD)[:, None] + seen).reshape(-1)
-            first, plan, ahead = seen, self.cascades.plan(each, np.ones_like(each), 1, device), 0
-            self._plans = first, plan
-        return plan.rows(ahead * rows, (ahead + 1) * rows)
 
     def _insert(self, state: CascadeState, sums: Tensor | None) -> Tensor:
         """Update the scores of the anchor heads of `state`, then add the new tokens; their slots [A, B, T]."""
@@ -533,75 +414,16 @@ class SlotStore(Store):
             held = state.scores[..., : step.used]
             held.mul_((self.scoring.gamma ** step.counts.float())[:, None]).add_(sums[..., : step.used])
             scores = sums[..., step.used :]
-        return state.insert(self.cascades, self._plan(), step.positions, scores)
+        return state.insert(self.cascades, step.plan, step.positions, scores)
 
     def _own_keys(self, stored: LayerSlots, new: Tensor, blocks: list[OpenBlock]) -> OwnKeys:
         """The other heads' own keys, of slots and chunk: where they belong among all keys."""
-        step = self._step
-        heads, batch, count = new.shape[:3]
-        width = step.used + count
-        held = stored.own.rectangle
         found = torch.stack([block.positions for block in blocks])
         ranks = torch.stack([block.ranks for block in blocks]) if self.rotates else None
-        columns = torch.arange(width, device=new.device).expand(heads, batch, -1)
-        if self._own_by_slot:
-            held, of_held = held[:, :, : step.used], columns[..., : step.used]
-        else:
-            capacity = held.shape[2]
-            last = step.seen[:, None] - (capacity - self.config.sink_size)
-            is_own = (found >= 0) & ((found < self.config.sink_size) | (found >= last))
-            index = torch.where(is_own, self._own_slots(found), capacity)
-            of_held = torch.full((heads, batch, capacity + 1), width, device=new.device)
-            of_held = of_held.scatter_(2, index, columns[..., : step.used])[..., :-1]
-        inside = of_held.clamp(max=max(0, step.used - 1))
-        known = found.gather(2, inside) if step.used else of_held.new_full(of_held.shape, -1)
-        known = known.masked_fill(of_held >= width, -1)
-        if self.rotates and step.used:
-            places = ranks.gather(2, inside).clamp(max=len(step.table[0]) - 1)
-            held = torch.cat(list(rotated_pieces(held, places, *step.table)), dim=2)
-        return OwnKeys(
-            keys=torch.cat([held, new], dim=2),
-            columns=torch.cat([of_held, columns[..., step.used :]], dim=2),
-            positions=torch.cat([known, step.positions.expand(heads, -1, -1)], dim=2),
-        )
-
-    def _sink_columns(self, used: int, count: int, seen: Tensor, counts: Tensor) -> tuple[Tensor, ...] | None:
-        """`Step.sinks` of a forward."""
-        sinks = self.cascades.sinks
-        if not sinks or max(self._seen) + count - 1 <= self.cascades.budget:
-            return None
-        sink = torch.arange(sinks, device=seen.device)
-        seen, counts = (part.expand(len(self._seen))[:, None] for part in (seen, counts))
-        place = count - counts + sink - seen  # of a new one
-        positions = torch.where(sink < seen + counts, sink, -1)
-        columns = torch.where(positions < 0, used + count, torch.where(sink < seen, sink, used + place))
-        return columns, place, positions
-
-    def _capped(self, queries: Tensor, held: Segments, new: Tensor, is_own: bool = False) -> Capped:
-        """The sinks of the heads whose keys are in `held` and `new`, at the window's distance from the queries."""
-        columns, place, positions = self._step.sinks
-        sink = torch.arange(columns.shape[1], device=new.device)
-        slots = self._own_slots(sink) if is_own and not self._own_by_slot else sink
-        keys = torch.cat([held.rectangle[:, :, slots], new], dim=2)
-        index = torch.where(columns < self._step.used, sink, len(sink) + place).clamp(0, keys.shape[2] - 1)
-        index = index.expand(len(new), -1, -1)
-        keys = keys.gather(2, index[..., None].expand(*index.shape, new.shape[-1]))
-        own = OwnKeys(keys, columns.expand(index.shape), positions.expand(index.shape))
-        near = (self.config.sink_size, self.config.recent_size) if is_own else None
-        return Capped(queries, own, self.cascades.budget, near)
-
-    def _own_slots(self, positions: Tensor) -> Tensor:
-        sinks = self.config.sink_size
-        ring = sinks + (positions - sinks).remainder(self._own_capacity - sinks)
-        return torch.where(positions < sinks, positions, ring)
+        return self._ring.keys(stored.own.rectangle, found, ranks, new, self._step)
 
     def _put_own(self, stored: LayerSlots, new: Tensor, slots: Tensor) -> None:
-        if not self._own_by_slot:
-            positions, sinks = self._step.positions, self.config.sink_size
-            recent = positions[:, -1:] - (self._own_capacity - sinks)
-            kept = (positions >= 0) & ((positions < sinks) | (positions > recent))
-            slots = torch.where(kept, self._own_slots(positions), -1).expand(slots.shape)
-        self._put(stored.own.rectangle, new, slots)
+        self._put(stored.own.rectangle, new, self._ring.places(self._step.positions, slots))
 
     def _close(self, layer: int, head: int) -> None:
         """Store the new keys of a block whose last layer has attended."""
@@ -623,19 +445,6 @@ class SlotStore(Store):
         place, row, column = (slots >= 0).nonzero(as_tuple=True)
         held[head[place], row, slots[place, row, column]] = new[place, row, column]
         self.moved += len(place)
-
-    def _rotary_table(self, inputs: Tensor, length: int, rotary: Rotary) -> tuple[Tensor, Tensor]:
-        """cos and sin [length or more, D / 2] of the first places."""
-        kind = getattr(rotary, "rope_type", "")
-        # These change their frequencies with the longest position in use.
-        changes = "dynamic" in kind or kind == "longrope"
-        held = 0 if self._table is None else len(self._table[0])
-        if held < length or (changes and held != length) or self._table[0].dtype != inputs.dtype:
-            if not changes:
-                length = max(length, self.cascades.slots + 1)
-            places = torch.arange(length, device=inputs.device)[None]
-            self._table = tuple(part[0].chunk(2, dim=-1)[0] for part in rotary(inputs, places))
-        return self._table
 
     def _units(self, layer: int, device: torch.device) -> Tensor:
         """[H_kv] int64, where the anchors of a layer's heads, in storage order, are in the state."""
@@ -664,6 +473,6 @@ class SlotStore(Store):
         return LayerSlots(
             values=segments(self._blocks.num_kv_heads, slots),
             keys=segments(anchors, slots),
-            own=segments(others, self._own_capacity),
+            own=segments(others, self._ring.capacity),
             state=self._state.part(units) if anchors else None,
         )

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from pod.eviction.base import Eviction, Observation, check_choice, check_window
+from pod.eviction.base import Eviction, check_choice, check_window
+from pod.eviction.observation import Observation
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from pod.eviction.base import Eviction, Observation
+from pod.eviction.base import Eviction
+from pod.eviction.observation import Observation
 
 
 @dataclass(frozen=True)

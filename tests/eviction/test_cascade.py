@@ -162,8 +162,8 @@ def test_a_dynamic_rope_sees_the_places_in_use_only():
     assert_close(fed(model, cache, ids), expected)
     fed(model, cache, tokens(1, 40), chunks=(1,) * 40)
     cos, sin = model.model.rotary_emb(torch.zeros(1), torch.arange(21)[None])
-    assert_close(cache.store._table[0], cos[0, :, :4])
-    assert_close(cache.store._table[1], sin[0, :, :4])
+    assert_close(cache.store._steps.table[0], cos[0, :, :4])
+    assert_close(cache.store._steps.table[1], sin[0, :, :4])
 
 
 @pytest.mark.parametrize("which", MODELS)

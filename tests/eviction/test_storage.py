@@ -9,8 +9,8 @@ from test_cache import ANCHORS, DENSE, assert_close, build, fed, greedy, left_pa
 
 import pod
 from pod.eviction import CAKE, H2O, METHODS, TOVA, AdaKV, Eviction, Observation, PyramidKV, SageKV, Sharing, SnapKV
-from pod.eviction.base import kept, lowest
 from pod.eviction.cake import share_out
+from pod.eviction.decision import kept, lowest
 
 ALL = [SnapKV(100, window=4), H2O(100), TOVA(100), CAKE(100, window=4)]
 ALL += [PyramidKV(100, window=4), AdaKV(100, window=4), SageKV(100)]
@@ -237,8 +237,8 @@ def test_ragged_heads_are_stored_as_such(anchors):
     # Values and anchor keys of exactly what is kept, a position and a score or two beside each unit.
     is_dense = anchors is DENSE
     pairs = sum(16 - 2 * head - row for row in range(3) for head in range(2)) * 5
-    assert sum(layer.values.data.shape[0] for layer in cache._evicting.layers) == pairs
-    assert is_dense == (sum(layer.keys.data.shape[0] for layer in cache._evicting.layers) == pairs)
+    assert sum(layer.values.data.shape[0] for layer in cache._evicting.units.layers) == pairs
+    assert is_dense == (sum(layer.keys.data.shape[0] for layer in cache._evicting.units.layers) == pairs)
     fed(model, cache, tokens(3, 1))
 
 
@@ -430,17 +430,17 @@ def test_a_prompt_shorter_than_the_window_loses_nothing(method):
 @pytest.mark.parametrize("which", BOTH)
 @named(TIGHT)
 def test_only_the_windows_queries_are_looked_at(method, which, monkeypatch):
-    from pod.eviction import manager
+    from pod.eviction import decision, observation
 
     model, seen = build(*which), []
-    weights = manager.attention_weights
+    weights = observation.attention_weights
 
     def counting(q, *args):
         seen.append(q.shape[3])
         return weights(q, *args)
 
-    monkeypatch.setattr(manager, "attention_weights", counting)
-    monkeypatch.setattr(manager, "MAX_LOGITS", 2 * 4 * 60 * 7)  # seven queries of H2O at once, at most fourteen
+    monkeypatch.setattr(observation, "attention_weights", counting)
+    monkeypatch.setattr(decision, "MAX_LOGITS", 2 * 4 * 60 * 7)  # seven queries of H2O at once, at most fourteen
     cache = pod.PodCache(model.config, eviction=method)
     fed(model, cache, tokens(2, 60))
     fed(model, cache, tokens(2, 5))
@@ -456,7 +456,7 @@ def test_half_precision(method):
     _, logits, _ = greedy(model, cache, out, 5)
     fed(model, cache, tokens(2, 4))
     assert logits.dtype == torch.bfloat16 and logits.isfinite().all()
-    assert cache._evicting.layers[1].values.data.dtype == torch.bfloat16
+    assert cache._evicting.units.layers[1].values.data.dtype == torch.bfloat16
 
 
 def test_eviction_on_the_command_line(capsys):

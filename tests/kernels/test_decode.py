@@ -16,7 +16,7 @@ from torch import Tensor
 
 import pod
 from pod.eviction import CAKE, H2O, TOVA, AdaKV, Cascade, SnapKV, StreamingLLM
-from pod.eviction.base import Observation
+from pod.eviction.observation import Observation
 from pod_kernels import (
     LayerSegments,
     PackedLayer,

@@ -1,0 +1,55 @@
+"""One method's scores under another's allocation."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from pod.eviction.base import Eviction, Sharing
+from pod.eviction.observation import Observation
+
+
+@dataclass(frozen=True)
+class Combined(Eviction):
+    """The scores of one method under the allocation of another, as CAKE's paper puts H2O and SnapKV under its own.
+
+    Args:
+        budget: that of both.
+        scorer: gives scores, what is always kept, and when.
+        allocator: gives preferences and counts.
+
+    Raises:
+        ValueError: the budgets differ, or they always keep different numbers of last tokens.
+    """
+
+    scorer: Eviction
+    allocator: Eviction
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for part in (self.scorer, self.allocator):
+            if part.budget != self.budget:
+                raise ValueError(f"Combined: budget is {self.budget} but {type(part).__name__} has {part.budget}")
+        if self.scorer.protected != self.allocator.protected:
+            raise ValueError(
+                f"Combined: {type(self.scorer).__name__} always keeps {self.scorer.protected} last tokens and "
+                f"{type(self.allocator).__name__} {self.allocator.protected}: give both the same window"
+            )
+        for name in ("when", "carries", "lasting", "per_layer"):
+            object.__setattr__(self, name, getattr(self.scorer, name))
+
+    protected = property(lambda self: self.scorer.protected)
+    observed = property(lambda self: self.scorer.observed)
+    preference_window = property(lambda self: self.allocator.preference_window)
+    threshold = property(lambda self: self.allocator.threshold)
+
+    def protected_with(self, groups: int) -> int:
+        return self.scorer.protected_with(groups)
+
+    def score(self, seen: Observation) -> Tensor:
+        return self.scorer.score(seen)
+
+    def preference(self, seen: Observation) -> Tensor:
+        return self.allocator.preference(seen)
+
+    def allocate(self, sharing: Sharing) -> list[list[list[int]]]:
+        return self.allocator.allocate(sharing)

@@ -1,0 +1,315 @@
+"""Which tokens of a unit stay, by what an eviction method says: scores, counts, and those that are always kept.
+
+The anchor's attention decides for all layers of a block. A prefill goes from the lowest layer up; where layers share a
+budget, each further one shrinks the targets of those before it. Queries of the observation window are kept until the
+prefill that they belong to is decided on.
+
+Ties are broken the same way everywhere: of two tokens with equal scores the more recent one is kept.
+
+Legend: B rows, A units anchored in a layer, G query heads per KV head, T queries, N slots, D head dimension.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers.configuration_utils import PreTrainedConfig
+
+from pod.eviction.base import Eviction, Sharing, Stage
+from pod.eviction.observation import Observation, observe
+from pod.eviction.units import Unit, Units
+from pod_kernels import Segments
+from pod_kernels.backend import runs_triton
+from pod_kernels.cached import MAX_LOGITS
+from pod_kernels.repacking import Change, Chosen
+
+
+@dataclass
+class Window:
+    """The last queries of a prefill's anchor heads, until they are looked at: [A, B, G, T, D] and [B, T]."""
+
+    queries: Tensor
+    positions: Tensor
+    scale: float
+
+    def part(self, part: slice) -> "Window":
+        """Some of its queries."""
+        return Window(self.queries[..., part, :], self.positions[:, part], self.scale)
+
+    def on(self, keys: Tensor, held: Tensor, newest: Tensor) -> Observation:
+        """What they attend to among keys [A, B, N, D] at `held` [B, A, N], in order of position up to `newest` [B]."""
+        return observe(self.queries, self.positions, keys, held, newest, self.scale)
+
+
+class Decision:
+    """What one cache keeps.
+
+    Args:
+        config: the PoD model's config.
+        method: the eviction method.
+        units: what is held.
+
+    Attributes:
+        windows: by layer with anchors, of the prefill that runs.
+
+    Raises:
+        ValueError: the budget is below what is always kept.
+    """
+
+    def __init__(self, config: PreTrainedConfig, method: Eviction, units: Units) -> None:
+        self.method, self.units, self.blocks = method, units, config.blocks
+        self.last_layer = {(row[g], g): layer for layer, row in enumerate(units.anchors) for g in range(len(row))}
+        self.protected = method.protected_with(config.num_attention_heads // config.num_key_value_heads)
+        self.sinks = {unit: config.sink_size if last > unit[0] else 0 for unit, last in self.last_layer.items()}
+        if method.per_layer:
+            for layer, head in self.sinks:
+                self.sinks[layer, head] = max(s for (other, _), s in self.sinks.items() if other == layer)
+        most = max(self.sinks.values())
+        if method.budget < most + self.protected:
+            raise ValueError(
+                f"{type(method).__name__}: budget ({method.budget} tokens) is below the {most + self.protected} that "
+                f"are always kept: {self.protected} last ones and {most} sinks of blocks of several layers. Raise "
+                "budget, or convert the model with a smaller sink_size"
+            )
+        self.begin()
+
+    def begin(self) -> None:
+        """A prefill begins: forget what only the last one needed."""
+        self.windows: dict[int, Window] = {}
+        self._stages: list[Stage] = []  # see `Sharing`
+
+    def seen(self, layer: int, q: Tensor, positions: Tensor, scale: float) -> Window:
+        """Of a forward's queries [B, H, T, D] at [B, T] those that will be looked at; more are not grouped (copied)."""
+        last = q.shape[2] if self.method.carries else self._window
+        order = self.units.orders[layer]
+        queries = q[:, :, -last:].unflatten(1, (len(order), -1)).transpose(0, 1)
+        return Window(queries[list(order[: self.units.num_anchors[layer]])], positions[:, -last:], scale)
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep the rows `rows` [n] int64, in that order."""
+        for window in self.windows.values():
+            window.queries, window.positions = window.queries[:, rows], window.positions[rows]
+
+    @property
+    def _window(self) -> int:
+        return max(self.method.observed, self.method.preference_window)
+
+    # ------------------------------------------------------------------ a prefill
+
+    def of_prompt(
+        self, layer: int, window: Window, keys: Tensor, positions: Tensor
+    ) -> tuple[list[Chosen], Tensor, list[list[int]]]:
+        """Decide for a prompt that is not stored.
+
+        Args:
+            layer: its index.
+            window: of its queries, all that will be looked at.
+            keys: [A, B, T, D] of its anchor heads.
+            positions: [B, T] of the prompt.
+
+        Returns:
+            What is kept of each unit, scores [B, A, T], and budgets [A][B].
+        """
+        heads, newest = self.units.orders[layer][: len(keys)], positions[:, -1]
+        held = positions[:, None].expand(-1, len(keys), -1)
+        live = [(newest + 1).tolist()] * len(keys)
+        scores, stage = self._stage(layer, heads, live, window, keys, held, newest)
+        budgets = self._allocated(stage, newest)
+        counts = _counts(self._targets(live, budgets, newest), newest.device)
+        keep = kept(scores, held, self._forced(layer, heads, held, newest), counts)
+        return [Chosen.of(one, positions) for one in keep.unbind(dim=1)], scores, budgets
+
+    def look(self, layer: int, window: Window) -> None:
+        """Add the chunk's attention to carried scores, and keep its last queries for the decision."""
+        table = self.units.tables[layer]
+        if self.method.carries:
+            held = table.positions()
+            table.add_scores(self._summed(window, self.units.keys(layer), held, window.positions[:, -1]))
+        if layer in self.windows:
+            before = self.windows[layer]
+            queries = torch.cat([before.queries, window.queries], dim=3)
+            window = Window(queries, torch.cat([before.positions, window.positions], dim=1), window.scale)
+        window = window.part(slice(-self._window, None))
+        # Copied: a view would keep the queries of the whole forward.
+        window.queries = window.queries.clone()
+        self.windows[layer] = window
+
+    def of_slots(self, layer: int, newest: Tensor) -> None:
+        """Score and allocate for the units anchored in a layer; their tokens up to `newest` [B] are in their slots."""
+        table, held = self.units.tables[layer], self.units.tables[layer].positions()
+        carried = table.carried() if self.method.carries else None
+        table.held = table.live().tolist()
+        scores, stage = self._stage(
+            layer, table.heads, table.held, self.windows[layer], self.units.keys(layer), held, newest, carried
+        )
+        if not self.method.carries:
+            table.scores = Segments.packed(table.slots.sizes, len(held), 1, dtype=torch.float32, device=held.device)
+            table.add_scores(scores)
+        table.budgets = self._allocated(stage, newest)
+        table.targets = self._targets(table.held, table.budgets, newest)
+
+    def excess(self, layer: int, newest: Tensor, length: int) -> dict[Unit, Change]:
+        """What is to stay of units whose last layer is at most `layer` and which hold more than they may.
+
+        Args:
+            layer: its index.
+            newest: [B].
+            length: the longest row.
+        """
+        changes = {}
+        for anchor, table in self.units.tables.items():
+            over = [
+                index
+                for index, head in enumerate(table.heads)
+                if self.last_layer[anchor, head] <= layer and table.over_target(index)
+            ]
+            if not over:
+                continue
+            heads, held = tuple(table.heads[index] for index in over), table.positions(over)
+            counts = _counts([table.targets[index] for index in over], held.device)
+            keep = kept(table.carried(over), held, self._forced(anchor, heads, held, newest), counts)
+            for column, (index, head) in enumerate(zip(over, heads, strict=True)):
+                chosen = Chosen.of(keep[:, column], held[:, column])
+                sizes = self.units.headroom.evicted(chosen.counts, table.budgets[index], length)
+                changes[anchor, head] = chosen, sizes
+        return changes
+
+    def _stage(
+        self,
+        layer: int,
+        heads: tuple[int, ...],
+        live: list[list[int]],
+        window: Window,
+        keys: Tensor,
+        held: Tensor,
+        newest: Tensor,
+        carried: Tensor | None = None,
+    ) -> tuple[Tensor, Stage]:
+        """Scores [B, A, N] by a prefill's queries, and the layer's part in sharing the budget.
+
+        Args:
+            layer, heads, live: see `Stage`.
+            window: the queries.
+            keys, held: [A, B, N, D] and [B, A, N], in order of position.
+            newest: [B].
+            carried: scores that earlier queries, and these, have added up to.
+        """
+        method, seen, sees = self.method, None, (keys, held, newest)
+        if method.carries:
+            scores = carried if carried is not None else self._summed(window, *sees)
+        else:
+            seen = window.part(slice(-method.observed, None)).on(*sees)
+            scores = method.score(seen)
+        preference = None
+        if method.preference_window:
+            if seen is None or method.preference_window != method.observed:
+                seen = window.part(slice(-method.preference_window, None)).on(*sees)
+            preference = method.preference(seen).tolist()
+        candidates = (held >= 0) & ~self._forced(layer, heads, held, newest)
+        return scores, Stage(layer, heads, live, scores, candidates, preference)
+
+    def _summed(self, window: Window, keys: Tensor, held: Tensor, newest: Tensor) -> Tensor:
+        """Scores [B, A, N] that add up over queries, a few of these at a time."""
+        count = window.positions.shape[1]
+        chunk = max(1, min(count, MAX_LOGITS // max(1, window.queries.shape[:3].numel() * keys.shape[2])))
+        if runs_triton(keys):
+            chunk = count  # kernels hold a tile of the weights at a time
+        total = torch.zeros(held.shape, dtype=torch.float32, device=keys.device)
+        for first in range(0, count, chunk):
+            total += self.method.score(window.part(slice(first, first + chunk)).on(keys, held, newest))
+        return total
+
+    def _forced(self, layer: int, heads: tuple[int, ...], held: Tensor, newest: Tensor) -> Tensor:
+        """[B, A, N] what is always kept: the last tokens, and sinks of units of several layers."""
+        sinks = held.new_tensor([self.sinks[layer, head] for head in heads])[:, None]
+        return (held >= 0) & ((held < sinks) | (held > newest[:, None, None] - self.protected))
+
+    def _allocated(self, stage: Stage, newest: Tensor) -> list[list[int]]:
+        """Enter the stage; budgets [A][B] of its units, and new targets of those before it."""
+        for earlier in self._stages:
+            earlier.scores = earlier.candidates = None
+            earlier.held = self.units.tables[earlier.layer].held
+        self._stages.append(stage)
+        always = {unit: sinks + self.protected for unit, sinks in self.sinks.items()}
+        budgets = self.method.allocate(Sharing(self.blocks, always, (newest + 1).tolist(), self._stages))
+        for earlier, counts in zip(self._stages[:-1], budgets, strict=False):
+            earlier.budgets = counts
+            table = self.units.tables[earlier.layer]
+            table.budgets = counts
+            table.targets = self._targets(table.held, counts, newest)
+        stage.budgets = budgets[-1]
+        return budgets[-1]
+
+    def _targets(self, held: list[list[int]], budgets: list[list[int]], newest: Tensor) -> list[list[int]]:
+        """[A][B] tokens that the prefill leaves: all of a row that is not above the method's threshold."""
+        spared = (newest < self.method.threshold).tolist()
+        return [
+            [have if spare else min(have, most) for have, most, spare in zip(*head, spared, strict=True)]
+            for head in zip(held, budgets, strict=True)
+        ]
+
+    # ------------------------------------------------------------------ a step
+
+    def condemn(self, layer: int, weights: Tensor, newest: Tensor, evicts: bool, is_settled: bool) -> None:
+        """Choose what a step gives up.
+
+        Args:
+            layer: its index.
+            weights: [A, B, G, 1, N] of the newest query.
+            newest: [B].
+            evicts: the method does at this step; else only what it carries is added.
+            is_settled: units were within their budgets before the newest token.
+        """
+        table = self.units.tables[layer]
+        held = table.positions()
+        scores = self.method.score(Observation(weights.transpose(0, 1), held, newest, in_order=False, decoding=True))
+        if self.method.carries:
+            table.add_scores(scores)
+            scores = table.carried()
+        elif self.method.lasting:
+            scores = scores + table.carried()
+        if not evicts:
+            return
+        forced = self._forced(layer, table.heads, held, newest)
+        counts = _counts(table.budgets, held.device)
+        if is_settled and self.method.when == 1:
+            over = (held >= 0).sum(dim=-1) > counts
+            given_up = torch.arange(held.shape[2], device=held.device) == lowest(scores, held, forced)[..., None]
+            table.condemned = (given_up & over[..., None]).transpose(0, 1)
+        else:
+            table.condemned = (~kept(scores, held, forced, counts) & (held >= 0)).transpose(0, 1)
+
+
+def kept(scores: Tensor, positions: Tensor, forced: Tensor, counts: Tensor) -> Tensor:
+    """Which tokens stay: the forced ones, then the highest scores; among equal scores the most recent.
+
+    Args:
+        scores: [B, A, N] float32.
+        positions: [B, A, N] int64, -1 where a slot is empty.
+        forced: [B, A, N] bool.
+        counts: [B, A] int64, how many stay, forced ones included; fewer where there are not so many.
+
+    Returns:
+        [B, A, N] bool.
+    """
+    is_live = positions >= 0
+    scores = scores.masked_fill(forced, torch.inf).masked_fill(~is_live, -torch.inf)
+    recent_first = positions.argsort(dim=-1, descending=True)
+    best_first = scores.gather(-1, recent_first).argsort(dim=-1, descending=True, stable=True)
+    order = recent_first.gather(-1, best_first)
+    counts = torch.maximum(counts, (forced & is_live).sum(dim=-1))
+    is_first = torch.arange(scores.shape[-1], device=scores.device) < counts[..., None]
+    return torch.zeros_like(forced).scatter_(-1, order, is_first) & is_live
+
+
+def lowest(scores: Tensor, positions: Tensor, forced: Tensor) -> Tensor:
+    """[B, A] the one slot that `kept` gives up first: the lowest score, among equal ones the earliest position."""
+    scores = scores.masked_fill(forced | (positions < 0), torch.inf)
+    is_lowest = scores == scores.amin(dim=-1, keepdim=True)
+    last = torch.iinfo(torch.long).max
+    return torch.where(is_lowest & (positions >= 0), positions, last).argmin(dim=-1)
+
+
+def _counts(counts: list[list[int]], device: torch.device) -> Tensor:
+    """[A][B] -> [B, A] int64."""
+    return torch.tensor(counts, device=device).t()

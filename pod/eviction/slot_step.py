@@ -1,0 +1,225 @@
+"""What one forward adds to a store of fixed slots: counts, places, angles and the plan of its insertion.
+
+All of it depends on token counts only: it is made once for all layers, and plans for several steps of decoding ahead.
+
+Legend: B rows, T tokens of a forward, F slots in use, P slots in all, S sinks, D head dimension.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pod.eviction.storage import Rotary
+from pod_kernels import Segments
+from pod_kernels.cascade import Cascades, Plan
+from pod_kernels.slots import Capped, OwnKeys
+
+# Steps of decoding that are planned at once.
+STEPS_AHEAD = 64
+
+
+@dataclass
+class FarSinks:
+    """Sinks from which a query may be farther than the window, as which their distance then counts.
+
+    Source: LM-Infinite (arXiv 2308.16137).
+
+    Attributes:
+        columns: [B, S] which of the keys of slots and new tokens each is.
+        place: [B, S] the place of a new one among the new tokens.
+        positions: [B, S], -1 where there is none.
+        used: F.
+        ceiling: tokens.
+    """
+
+    columns: Tensor
+    place: Tensor
+    positions: Tensor
+    used: int
+    ceiling: int
+
+    def capped(
+        self,
+        queries: Tensor,
+        held: Segments,
+        new: Tensor,
+        slots: Tensor | None = None,
+        near: tuple[int, int] | None = None,
+    ) -> Capped:
+        """The sinks of h heads, at the window's distance from the queries.
+
+        Args:
+            queries: [h, B, G, T, D] turned to place `ceiling`.
+            held, new: segments of the heads' keys in the slots, and [h, B, T, D] of the forward.
+            slots: [S] of the sinks in `held`; None: the first ones.
+            near: see `Capped`.
+        """
+        count = self.columns.shape[1]
+        sink = torch.arange(count, device=new.device)
+        keys = torch.cat([held.rectangle[:, :, sink if slots is None else slots], new], dim=2)
+        index = torch.where(self.columns < self.used, sink, count + self.place).clamp(0, keys.shape[2] - 1)
+        index = index.expand(len(new), -1, -1)
+        keys = keys.gather(2, index[..., None].expand(*index.shape, new.shape[-1]))
+        own = OwnKeys(keys, self.columns.expand(index.shape), self.positions.expand(index.shape))
+        return Capped(queries, own, self.ceiling, near)
+
+
+@dataclass
+class Step:
+    """What one forward adds, the same for all layers. What has [B or 1] rows has one when all rows are alike.
+
+    Attributes:
+        steps: what made it.
+        positions: [B, T] int64 of the new tokens in their rows, -1 for padding.
+        new: real tokens of each row.
+        is_even: no padding.
+        used: F, slots in use in the fullest row.
+        kept: [B or 1] slots in use.
+        seen: [B or 1] tokens before the forward.
+        counts: [B or 1] real tokens.
+        seen_rows, new_rows: `seen` and `counts` on the host.
+        angles: cos and sin [B or 1, T, D / 2] of the new tokens; None without rotation.
+        table: cos and sin [.., D / 2] by place; None without rotation.
+        decay: [T] each query's factor in the scores; None without scores.
+        held: [B, F] positions of the tokens in the slots; None without a window.
+        sinks: where rotated keys have a window; None where no query is farther from them than it.
+    """
+
+    steps: "Steps"
+    positions: Tensor
+    new: list[int]
+    is_even: bool
+    used: int
+    kept: Tensor
+    seen: Tensor
+    counts: Tensor
+    seen_rows: np.ndarray
+    new_rows: np.ndarray
+    angles: tuple[Tensor, Tensor] | None
+    table: tuple[Tensor, Tensor] | None
+    decay: Tensor | None
+    held: Tensor | None
+    sinks: FarSinks | None
+
+    @cached_property
+    def ranks(self) -> Tensor:
+        """[B or 1, N, c] of `Cascades.ranks`."""
+        return self.steps.cascades.ranks(self.seen_rows, self.seen.device)
+
+    @cached_property
+    def plan(self) -> Plan:
+        """Of the insertion."""
+        count, device = self.positions.shape[1], self.seen.device
+        if count == 1 == min(self.new):
+            return self.steps.plan_ahead(self.seen_rows, device)
+        return self.steps.cascades.plan(self.seen_rows, self.new_rows, count, device)
+
+
+class Steps:
+    """Makes one store's steps, and keeps what several have in common.
+
+    Args:
+        cascades: sinks, slots and sub-caches.
+        rotates: keys are stored before RoPE and rotated to their place among the kept tokens.
+        gamma: of the scores; None without.
+        has_window: a query sees a window, however many are processed at once.
+
+    Attributes:
+        table: cos and sin [.., D / 2] by place; None before the first rotation.
+    """
+
+    def __init__(self, cascades: Cascades, rotates: bool, gamma: float | None, has_window: bool) -> None:
+        self.cascades, self.rotates, self.gamma, self.has_window = cascades, rotates, gamma, has_window
+        self.table: tuple[Tensor, Tensor] | None = None
+        self._plans: tuple[np.ndarray, Plan] | None = None
+
+    def of(self, inputs: Tensor, new: list[int], seen: list[int], held: Tensor | None, rotary: Rotary) -> Step:
+        """The step of one forward.
+
+        Args:
+            inputs: [B, T, hidden]; gives tokens, dtype and device.
+            new, seen: real tokens of each row, and before them.
+            held: [B, P] positions of the tokens in the slots; None before the first forward.
+            rotary: the model's rotary embedding.
+        """
+        cascades, device = self.cascades, inputs.device
+        batch, count = inputs.shape[:2]
+        column = torch.arange(count, device=device)
+        # Rows that are alike, the usual case, share one plan.
+        is_alike = len(set(seen)) == 1 and len(set(new)) == 1
+        rows = slice(0, 1) if is_alike else slice(None)
+        seen_rows, new_rows = np.array(seen[rows]), np.array(new[rows])
+        used, longest = min(max(seen), cascades.slots), max(seen) + count
+        before, counts = torch.from_numpy(seen_rows).to(device), torch.from_numpy(new_rows).to(device)
+        kept = before.clamp(max=cascades.slots)
+        place = column - (count - counts)[:, None]
+        positions = torch.where(place >= 0, before[:, None] + place, -1).expand(batch, -1)
+        angles = table = decay = sinks = None
+        if self.rotates:
+            table = self._rotary_table(inputs, used + count, rotary)
+            at = (kept[:, None] + place).clamp(min=0)
+            angles = table[0][at], table[1][at]
+        if self.gamma is not None:
+            decay = (1 - self.gamma) * self.gamma ** torch.arange(count - 1, -1, -1, device=device, dtype=torch.float32)
+        if self.has_window:
+            # Copied: layer by layer, several tokens are written over what the slots hold.
+            held = positions[:, :0] if held is None else held[:, :used].clone()
+            if self.rotates and cascades.sinks and longest - 1 > cascades.budget:
+                sinks = self._far_sinks(used, count, *(part.expand(batch)[:, None] for part in (before, counts)))
+        return Step(
+            steps=self,
+            positions=positions,
+            new=new,
+            is_even=min(new) == count,
+            used=used,
+            kept=kept,
+            seen=before,
+            counts=counts,
+            seen_rows=seen_rows,
+            new_rows=new_rows,
+            angles=angles,
+            table=table,
+            decay=decay,
+            held=held if self.has_window else None,
+            sinks=sinks,
+        )
+
+    def plan_ahead(self, seen: np.ndarray, device: torch.device) -> Plan:
+        """The plan of one token in each row, made for several steps of decoding at once: all depends on counts only."""
+        rows = len(seen)
+        first, plan = self._plans or (seen, None)
+        ahead = int(seen[0] - first[0]) if len(first) == rows else -1
+        if (
+            plan is None
+            or not 0 <= ahead < STEPS_AHEAD
+            or (seen != first + ahead).any()
+            or plan.tokens.device != device
+        ):
+            each = (np.arange(STEPS_AHEAD)[:, None] + seen).reshape(-1)
+            first, plan, ahead = seen, self.cascades.plan(each, np.ones_like(each), 1, device), 0
+            self._plans = first, plan
+        return plan.rows(ahead * rows, (ahead + 1) * rows)
+
+    def _far_sinks(self, used: int, count: int, seen: Tensor, counts: Tensor) -> FarSinks:
+        """Of rows with [B, 1] tokens seen and new."""
+        sink = torch.arange(self.cascades.sinks, device=seen.device)
+        place = count - counts + sink - seen  # of a new one
+        positions = torch.where(sink < seen + counts, sink, -1)
+        columns = torch.where(positions < 0, used + count, torch.where(sink < seen, sink, used + place))
+        return FarSinks(columns, place, positions, used, self.cascades.budget)
+
+    def _rotary_table(self, inputs: Tensor, length: int, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        """cos and sin [length or more, D / 2] of the first places."""
+        kind = getattr(rotary, "rope_type", "")
+        # These change their frequencies with the longest position in use.
+        changes = "dynamic" in kind or kind == "longrope"
+        held = 0 if self.table is None else len(self.table[0])
+        if held < length or (changes and held != length) or self.table[0].dtype != inputs.dtype:
+            if not changes:
+                length = max(length, self.cascades.slots + 1)
+            places = torch.arange(length, device=inputs.device)[None]
+            self.table = tuple(part[0].chunk(2, dim=-1)[0] for part in rotary(inputs, places))
+        return self.table
