@@ -86,7 +86,7 @@ def streaming(sinks: int, recent: int) -> tuple[Callable[..., Tensor], Callable[
         mask = window_mask(input_ids.shape[1], sinks, recent, model.dtype).to(model.device)
         return decoder_states(model, input_ids, attention_mask=mask, **kwargs)
 
-    def generate(model: PreTrainedModel, input_ids: Tensor, count: int) -> Tensor:
+    def generate(model: PreTrainedModel, input_ids: Tensor, count: int, question: int = 0) -> Tensor:
         # Each token takes a forward over everything: the digits are enough, they come first.
         ids = input_ids
         for _ in range(min(count, DIGITS)):

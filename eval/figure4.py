@@ -177,7 +177,7 @@ def measure_tau(tau: float, recipe: Recipe, effort: Effort) -> dict:
         tokenizer,
         demo.keys_in_text(tokenizer, effort.samples),
         12,
-        lambda model, ids, count: generate_greedily(model, ids, count, new_cache()),
+        lambda model, ids, count, question: generate_greedily(model, ids, count, question, new_cache()),
         f"tau {tau:g}: pass keys",
     )
     nats, tokens, stats = 0.0, 0, SkipStats()

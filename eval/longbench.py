@@ -47,9 +47,11 @@ def run(options: argparse.Namespace) -> None:
             print(f"process {runner.process()[0]} is done; the last one to finish prints the scores", file=sys.stderr)
             return
         # What the cache takes is measured, on the longest prompt there is: `eval/report.py` prints it.
-        ids = torch.tensor([runner.encode(tokenizer, longest)])
+        ids = runner.encode(tokenizer, longest)
         cache = None if variant.cache_factory is None else variant.cache_factory(variant.model)
-        report.write_json(folder / "cache.json", models.measured_saving(variant.model, ids, cache))
+        question = runner.question_tokens(tokenizer, longest, ids) if variant.asks_apart else 0
+        saving = models.measured_saving(variant.model, torch.tensor([ids]), cache, question)
+        report.write_json(folder / "cache.json", saving)
         scores[variant.name] = write_scores(rows, folder)
     if len(variants) > 1:
         compare(scores, options.out)

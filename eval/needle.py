@@ -63,12 +63,14 @@ def make_requests(
         for depth in depths:
             place = _place(len(kept), depth, ends)
             content = tokenizer.decode(kept[:place] + needle + kept[place:], skip_special_tokens=True) + QUESTION
+            prompt = runner.as_chat(tokenizer, content) + ANSWER_PREFIX
             requests.append(
                 runner.Request(
                     key=f"{length}-{depth:g}",
-                    text=runner.as_chat(tokenizer, content) + ANSWER_PREFIX,
+                    text=prompt,
                     max_new_tokens=MAX_NEW_TOKENS,
                     special_tokens=not tokenizer.chat_template,
+                    question_at=runner.question_at(prompt, QUESTION),
                     record={"length": length, "depth": depth},
                 )
             )

@@ -8,7 +8,8 @@
         --eviction cascade:budget=65536,num_cascades=8+streamingllm:budget=65600,sinks=64
 
 Each prompt is generated from with the model's own cache, and with a cache of each eviction method, where the question
-is in the observation window. What is counted is digits in their place, of which a random guess gets 10 %.
+is in the observation window; with query_aware=false the question is read after the eviction. What is counted is digits
+in their place, of which a random guess gets 10 %.
 
 `--protocol cascade` is that of the cascading KV cache's paper (arXiv 2406.17808, section 4.3): random English words, a
 key at a random point of each of five ranges of depth, 20 keys for each range and length, 32K to 1M tokens doubling, the
@@ -89,8 +90,8 @@ def evaluate(
             asked = passkey_prompts(tokenizer, text, length, places, samples, phrase, seed=seed, words=by_range)
             for variant in variants:
 
-                def generate(model, input_ids, count, factory=variant.cache_factory):
-                    return generate_greedily(model, input_ids, count, factory and factory(model))
+                def generate(model, input_ids, count, question, factory=variant.cache_factory):
+                    return generate_greedily(model, input_ids, count, question, factory and factory(model))
 
                 label = f"{label_of(ckpt, variant.name)} at {length}"
                 scores = passkey_accuracy(variant.model, tokenizer, asked, batch_size, generate, label)

@@ -11,8 +11,8 @@ tokens, or takes each file from beginning to end (`--length all`); without eithe
 standard library. `--stream N` feeds the cache N tokens at a time: texts of any length then need the memory of the
 cache, of N tokens, and two numbers for each token (its id and its loss). The cache grows with the text, unless an
 eviction method bounds it; `--evicting-only` leaves out the row whose cache grows. Methods act after every N tokens;
-those that act after a prefill only do nothing with N = 1. Writes perplexity.json (by checkpoint and method) and
-perplexity.png (loss by position) and prints a table.
+those that act after a prefill only do nothing with N = 1, and query_aware=false, which evicts once, is refused. Writes
+perplexity.json (by checkpoint and method) and perplexity.png (loss by position) and prints a table.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerBase
 from pod import eviction
 from pod.evaluation import command, models, report
 from pod.evaluation.models import by_row, label_of
-from pod.evaluation.perplexity import Perplexity, perplexity
+from pod.evaluation.perplexity import Perplexity, check_streamed, perplexity
 from pod.evaluation.texts import prepared, read_text, stretches, token_ids
 from pod.files import check_writable
 
@@ -61,8 +61,8 @@ def evaluate(
         [checkpoint][method], the method "none" without eviction.
 
     Raises:
-        ValueError: a checkpoint, text or method that cannot be; methods without `stream`, `evicting_only` without
-            methods.
+        ValueError: a checkpoint, text or method that cannot be; methods without `stream`, or with
+            `query_aware=False`; `evicting_only` without methods.
     """
     if (length is not None and length < 2) or limit < 1 or batch_size < 1:
         raise ValueError("--length must be at least 2, --limit and --batch-size at least 1")
@@ -70,6 +70,7 @@ def evaluate(
         raise ValueError(
             "--eviction needs --stream N, tokens fed at a time: a text taken whole is over before anything is evicted"
         )
+    check_streamed(methods or [])
     if evicting_only and not methods:
         raise ValueError("--evicting-only needs --eviction METHOD: nothing is left to run")
     results: dict[str, dict[str, Perplexity]] = {}

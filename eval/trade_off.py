@@ -28,7 +28,7 @@ from pod.cache import PodCache
 from pod.evaluation import command, models, report, runner
 from pod.evaluation.models import label_of
 from pod.evaluation.passkey import PHRASES, generate_greedily, passkey_accuracy, passkey_prompts
-from pod.evaluation.perplexity import perplexity
+from pod.evaluation.perplexity import check_streamed, perplexity
 from pod.evaluation.texts import read_text, stretches, token_ids
 from pod.files import check_writable, read_json
 
@@ -64,9 +64,11 @@ def planned(
         ValueError: a method or budget that cannot be, in any of the models; the same point twice.
     """
     points = []
+    keys = [(text, budget) for text in methods for budget in budgets]
+    wanted = [with_budget(*key) for key in keys]
+    check_streamed(wanted)
     for ckpt, model in loaded.items():
-        keys = [(text, budget) for text in methods for budget in budgets]
-        variants = models.variants(models.as_pod(model), [with_budget(*key) for key in keys])
+        variants = models.variants(models.as_pod(model), wanted)
         points += [(ckpt, *key, one) for key, one in zip([(models.NO_EVICTION, None), *keys], variants, strict=True)]
     return points
 
@@ -118,9 +120,9 @@ def measure(
     token_bytes = models.dense_token_bytes(model)
     new_tokens = []
 
-    def generate(model: PreTrainedModel, input_ids: torch.Tensor, count: int) -> torch.Tensor:
+    def generate(model: PreTrainedModel, input_ids: torch.Tensor, count: int, question: int) -> torch.Tensor:
         new_tokens.append(count)
-        return generate_greedily(model, input_ids, count, asked.new_cache(model, length + count))
+        return generate_greedily(model, input_ids, count, question, asked.new_cache(model, length + count))
 
     asked, streamed = Kept(method), Kept(method)
     scores = passkey_accuracy(model, tokenizer, prompts, options.batch_size, generate, f"{label}: pass keys")

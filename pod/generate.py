@@ -4,6 +4,8 @@ python -m pod.generate --ckpt exports/tiny --prompt "def main():"
 python -m pod.generate --ckpt exports/llama3-32k --prompt-file book.txt --max-new-tokens 200
 python -m pod.generate --ckpt exports/tiny --prompt-file book.txt --eviction snapkv:budget=256+h2o:budget=256
 python -m pod.generate --ckpt exports/tiny --prompt-file book.txt --tau 0.7
+python -m pod.generate --ckpt exports/tiny --prompt-file book.txt --question "Who did it?" \\
+    --eviction snapkv:budget=256,query_aware=false
 python -m pod.generate --eviction list
 """
 
@@ -17,7 +19,8 @@ from transformers import TextStreamer
 
 from pod import eviction as methods
 from pod.cache import PodCache
-from pod.evaluation.models import as_pod, load
+from pod.evaluation.models import as_pod, asks_apart, load, read_context
+from pod.evaluation.runner import Request, question_tokens
 
 
 def generate(
@@ -28,6 +31,7 @@ def generate(
     seed: int = 0,
     eviction: methods.Eviction | None = None,
     tau: float | None = None,
+    question: str = "",
 ) -> str:
     """Stream a continuation to standard output, then print prompt length, tokens/s and cache bytes against dense.
 
@@ -39,17 +43,24 @@ def generate(
         seed: for sampling.
         eviction: which tokens the cache keeps; all when None.
         tau: gate from which layers that are no anchors leave distant tokens out, 0 to 1; the model's own when None.
+        question: follows the prompt; with a method of `query_aware=False` it is read after the prompt was evicted from.
 
     Returns:
         The new text.
 
     Raises:
         ValueError: an empty prompt, no such model, no tokenizer beside it, a budget below what is always kept, tau
-            out of range or with eviction.
+            out of range or with eviction; `query_aware=False` without a question.
     """
+    if asks_apart(eviction) and not question:
+        raise ValueError(
+            "query_aware=false evicts the prompt before the question is read: say with --question what comes after "
+            "the prompt, or leave query_aware out"
+        )
     model, tokenizer = load(ckpt)
     model = as_pod(model)
-    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=tokenizer.bos_token_id is not None)
+    request = Request("prompt", prompt + question, max_new_tokens, question_at=len(prompt))
+    inputs = tokenizer(request.text, return_tensors="pt", add_special_tokens=tokenizer.bos_token_id is not None)
     length = inputs.input_ids.shape[1]
     if length == 0:
         raise ValueError("the prompt is empty: give at least one token to continue")
@@ -57,6 +68,9 @@ def generate(
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     start = time.perf_counter()
+    if asks_apart(eviction):
+        ids = inputs.input_ids.to(model.device)
+        read_context(model, cache, ids, question_tokens(tokenizer, request, ids[0].tolist()))
     output = model.generate(
         inputs.input_ids.to(model.device),
         attention_mask=inputs.attention_mask.to(model.device),
@@ -94,6 +108,11 @@ def main(arguments: list[str]) -> int:
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", help="the text to continue")
     source.add_argument("--prompt-file", type=Path, help="a UTF-8 file with the text to continue")
+    parser.add_argument(
+        "--question",
+        default="",
+        help="text behind the prompt; with query_aware=false the prompt is evicted from before it",
+    )
     parser.add_argument("--max-new-tokens", type=int, default=128, help="at most so many (128)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (0)")
     parser.add_argument("--seed", type=int, default=0, help="for sampling (0)")
@@ -119,7 +138,14 @@ def main(arguments: list[str]) -> int:
             if len(chosen) > 1:
                 print(f"\n{method}")
             generate(
-                options.ckpt, prompt, options.max_new_tokens, options.temperature, options.seed, method, options.tau
+                options.ckpt,
+                prompt,
+                options.max_new_tokens,
+                options.temperature,
+                options.seed,
+                method,
+                options.tau,
+                options.question,
             )
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -15,7 +15,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from pod.evaluation import metrics
-from pod.evaluation.runner import Request, as_chat, tokenise
+from pod.evaluation.runner import Request, as_chat, question_at, tokenise
 
 _MULTI_DOCUMENT = (
     "Answer the question based on the given passages. Only give me the answer and do not output any other words.\n\n"
@@ -289,8 +289,11 @@ def make_requests(
     for index, sample in enumerate(samples[:limit]):
         filled = PROMPTS[name].format(context=sample["context"], input=sample["input"])
         text = truncate(tokenizer, filled, max_length)
+        place = _question_at(text, PROMPTS[name].split("{context}")[1].format(input=sample["input"]))
         if chat:
+            question = text[place:]
             text = as_chat(tokenizer, text)
+            place = question_at(text, question)
         requests.append(
             Request(
                 key=str(index),
@@ -298,10 +301,21 @@ def make_requests(
                 max_new_tokens=MAX_NEW_TOKENS[name],
                 special_tokens=not chat,
                 stop_at_newline=name == "samsum",
+                question_at=place,
                 record={field: sample[field] for field in ("answers", "all_classes", "length", "_id")},
             )
         )
     return requests
+
+
+def _question_at(text: str, asked: str) -> int:
+    """Where in a truncated prompt begins what its template has behind the context.
+
+    What truncation has cut, or the tokenizer writes in another way, counts as that long, and as half of the prompt at
+    most, which is what truncation leaves of its end.
+    """
+    place = text.rfind(asked)
+    return place if place > 0 else max(len(text) - len(asked), len(text) // 2)
 
 
 def score(task: str, rows: Sequence[dict[str, Any]]) -> float | dict[str, float | None]:

@@ -71,6 +71,11 @@ class Variant:
         return None if self.method is None else lambda model: PodCache(model.config, eviction=self.method)
 
     @property
+    def asks_apart(self) -> bool:
+        """The method is to evict a context before its question is read: it has `query_aware=False`."""
+        return asks_apart(self.method)
+
+    @property
     def label(self) -> str:
         """What a progress bar puts after the name of a set; nothing without a method."""
         return "" if self.method is None else f" {self.name}"
@@ -126,6 +131,49 @@ def variants(model: PreTrainedModel, methods: list[eviction.Eviction | eviction.
     return found
 
 
+def asks_apart(method: object) -> bool:
+    """Whether a context is to be evicted from before its question is read: the method has `query_aware=False`."""
+    return isinstance(method, eviction.Eviction) and not method.query_aware
+
+
+@torch.no_grad()
+def read_context(
+    model: PreTrainedModel,
+    cache: PodCache,
+    input_ids: torch.Tensor,
+    question: int,
+    attention_mask: torch.Tensor | None = None,
+) -> None:
+    """Read prompts without their questions into an empty cache; `generate` on the whole prompts goes on from there.
+
+    Args:
+        model: that the cache is of, in evaluation mode.
+        cache: an empty one. Where its method evicts after a prefill, it evicts at the end of the contexts.
+        input_ids: [B, T] whole prompts.
+        question: how many last tokens of each row are its question, at least 1.
+        attention_mask: [B, T], 0 for padding on the left; None when all are real.
+
+    Raises:
+        ValueError: a row without a context or without a question.
+    """
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    context = mask[:, : input_ids.shape[1] - question]
+    if question < 1 or not bool(context.any(dim=1).all()):
+        raise ValueError(
+            f"query_aware=false evicts the context before the question is read: a prompt of {input_ids.shape[1]} "
+            f"tokens of which {question} are the question has not both"
+        )
+    # Those that `generate` counts for the question, so that distances across the two are right in padded rows.
+    positions = (context.cumsum(dim=1) - 1).clamp(min=0)
+    model(
+        input_ids[:, : context.shape[1]],
+        attention_mask=context,
+        position_ids=positions,
+        past_key_values=cache,
+        logits_to_keep=1,
+    )
+
+
 def cache_bytes(cache: Cache) -> int:
     """Bytes of the keys and values that a cache holds, measured on its tensors."""
     if isinstance(cache, PodCache):
@@ -142,13 +190,16 @@ def dense_token_bytes(model: PreTrainedModel) -> int:
 
 
 @torch.inference_mode()
-def measured_saving(model: PreTrainedModel, input_ids: torch.Tensor, cache: Cache | None = None) -> dict[str, float]:
+def measured_saving(
+    model: PreTrainedModel, input_ids: torch.Tensor, cache: Cache | None = None, question: int = 0
+) -> dict[str, float]:
     """Fill a cache with one prompt and weigh it against the dense one.
 
     Args:
         model: in evaluation mode.
         input_ids: [1, T].
         cache: an empty one; the model's own default when None.
+        question: how many last tokens are the question, for a cache whose method `asks_apart`.
 
     Returns:
         `tokens` T, `bytes` of the cache's tensors after the prefill, `dense_bytes` of T keys and values in every layer
@@ -156,7 +207,11 @@ def measured_saving(model: PreTrainedModel, input_ids: torch.Tensor, cache: Cach
     """
     if cache is None and isinstance(getattr(model, "model", None), PodModel):
         cache = PodCache(model.config, max_length=input_ids.shape[1])
-    output = model(input_ids.to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
+    input_ids, seen = input_ids.to(model.device), 0
+    if isinstance(cache, PodCache) and asks_apart(cache.eviction):
+        read_context(model, cache, input_ids, question)
+        seen = input_ids.shape[1] - question
+    output = model(input_ids[:, seen:], past_key_values=cache, use_cache=True, logits_to_keep=1)
     size = cache_bytes(output.past_key_values)
     dense = dense_token_bytes(model) * input_ids.shape[1]
     return {"tokens": input_ids.shape[1], "bytes": size, "dense_bytes": dense, "saving": 1 - size / dense}

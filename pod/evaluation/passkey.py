@@ -18,6 +18,9 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
+from pod.cache import PodCache
+from pod.evaluation.models import asks_apart, read_context
+
 DIGITS = 5
 # (the line that states a key, how the prompt ends). `key` is what the demo's models are trained on.
 PHRASES = {
@@ -38,12 +41,14 @@ class PassKey:
         value: the five digits that are to be generated.
         depth: where the key was wanted, 0 at the beginning of the prompt and 1 at its end.
         distance: tokens from the end of the line that states the key to the end of the prompt.
+        question: how many of the last tokens ask for the key.
     """
 
     input_ids: list[int]
     value: str
     depth: float
     distance: int
+    question: int
 
 
 def passkey_prompts(
@@ -128,7 +133,7 @@ def passkey_prompts(
             if is_asked:
                 end = len(ids)
         ids += question
-        prompts.append(PassKey(ids, values[0], depth, len(ids) - end))
+        prompts.append(PassKey(ids, values[0], depth, len(ids) - end, len(question)))
     return prompts
 
 
@@ -140,8 +145,15 @@ def _place(lines: list[list[int]], depth: float) -> int:
     return min(range(len(ends)), key=lambda index: abs(ends[index] - depth * ends[-1]))
 
 
-def generate_greedily(model: PreTrainedModel, input_ids: Tensor, count: int, cache: Cache | None = None) -> Tensor:
-    """[B, T] -> the next `count` tokens [B, count], greedily, with `cache` or the model's own default cache."""
+def generate_greedily(
+    model: PreTrainedModel, input_ids: Tensor, count: int, question: int = 0, cache: Cache | None = None
+) -> Tensor:
+    """[B, T] -> the next `count` tokens [B, count], greedily, with `cache` or the model's own default cache.
+
+    Where the cache's method has `query_aware=False`, the `question` last tokens are read after it has evicted.
+    """
+    if isinstance(cache, PodCache) and asks_apart(cache.eviction):
+        read_context(model, cache, input_ids, question)
     output = model.generate(
         input_ids,
         attention_mask=torch.ones_like(input_ids),
@@ -160,7 +172,7 @@ def passkey_accuracy(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[PassKey],
     batch_size: int = 8,
-    generate: Callable[[PreTrainedModel, Tensor, int], Tensor] = generate_greedily,
+    generate: Callable[[PreTrainedModel, Tensor, int, int], Tensor] = generate_greedily,
     label: str = "passkey",
 ) -> list[float]:
     """Share of right digits of each prompt (10 % is chance): the first five digits generated, against the key's.
@@ -168,9 +180,9 @@ def passkey_accuracy(
     Args:
         model: a causal LM, in evaluation mode.
         tokenizer: its tokenizer.
-        prompts: prompts of one length are batched together.
+        prompts: those with as many tokens, of which as many are the question, are batched together.
         batch_size: prompts at once.
-        generate: (model, input_ids [B, T], n) -> [B, n], what produces the tokens.
+        generate: (model, input_ids [B, T], n, tokens of the question) -> [B, n], what produces the tokens.
         label: of the progress bar.
     """
     wanted = len(tokenizer(" " + "0" * DIGITS, add_special_tokens=False)["input_ids"]) + 2
@@ -178,7 +190,7 @@ def passkey_accuracy(
     with torch.no_grad(), tqdm(total=len(prompts), desc=label, unit=" prompts") as bar:
         for batch in _batches(prompts, batch_size):
             ids = torch.tensor([prompts[index].input_ids for index in batch], device=model.device)
-            new = generate(model, ids, wanted)
+            new = generate(model, ids, wanted, prompts[batch[0]].question)
             for index, row in zip(batch, new.tolist(), strict=True):
                 digits = [c for c in tokenizer.decode(row, skip_special_tokens=True) if c.isdecimal()][:DIGITS]
                 right = sum(a == b for a, b in zip(digits, prompts[index].value, strict=False))
@@ -188,9 +200,9 @@ def passkey_accuracy(
 
 
 def _batches(prompts: Sequence[PassKey], size: int) -> Iterator[list[int]]:
-    by_length: dict[int, list[int]] = {}
+    alike: dict[tuple[int, int], list[int]] = {}
     for index, prompt in enumerate(prompts):
-        by_length.setdefault(len(prompt.input_ids), []).append(index)
-    for indices in by_length.values():
+        alike.setdefault((len(prompt.input_ids), prompt.question), []).append(index)
+    for indices in alike.values():
         for first in range(0, len(indices), size):
             yield indices[first : first + size]

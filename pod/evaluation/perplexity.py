@@ -9,6 +9,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from pod.evaluation.models import asks_apart
+from pod.eviction import Eviction, StoragePolicy, unparse
+
 # Logits of so many tokens, of all rows together, are in memory at once.
 POSITIONS = 1024
 
@@ -61,6 +64,20 @@ class Perplexity:
                 positions.append(float(index.double().mean()))
                 means.append(float(nats.sum() / count.sum()))
         return positions, means
+
+
+def check_streamed(methods: Iterable[Eviction | StoragePolicy]) -> None:
+    """Refuse methods that would evict from a streamed text once and then let the cache grow.
+
+    Raises:
+        ValueError: a method with `query_aware=False`.
+    """
+    for method in methods:
+        if asks_apart(method):
+            raise ValueError(
+                f"{unparse(method)}: with query_aware=false the first chunk of a streamed text would be evicted from "
+                "and all others kept, without bound: leave query_aware out"
+            )
 
 
 def decoder_states(model: PreTrainedModel, input_ids: Tensor, **kwargs) -> Tensor:

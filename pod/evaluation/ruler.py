@@ -22,7 +22,7 @@ from pod.evaluation.haystack import Haystack
 from pod.evaluation.passkey import PHRASES
 from pod.evaluation.questions import Questions
 from pod.evaluation.ruler_tasks import TASKS, Made, Setting
-from pod.evaluation.runner import Request, as_chat, tokenise
+from pod.evaluation.runner import Request, as_chat, question_at, tokenise
 
 _PHRASE_NEW_TOKENS = 48  # a phrase is answered by the value at once; a uuid takes 36 bytes
 
@@ -94,8 +94,7 @@ def make_requests(
     new_tokens = kind.max_new_tokens if phrase is None else _PHRASE_NEW_TOKENS
 
     def prompt(made: Made) -> str:
-        question, prefix, _ = made
-        return as_chat(tokenizer, question) + prefix
+        return as_chat(tokenizer, made.context + made.question) + made.prefix
 
     def count(text: str, special_tokens: bool = False) -> int:
         return len(tokenise(tokenizer, text, special_tokens))
@@ -112,13 +111,15 @@ def make_requests(
         if tokens > setting.room or not kind.is_answered(made):
             need = f"at least {tokens + new_tokens} tokens" if tokens > setting.room else "more tokens"
             raise ValueError(f"{task} does not fit into {length} tokens with this tokenizer: {need} are needed")
+        text = prompt(made)
         requests.append(
             Request(
                 key=str(index),
-                text=prompt(made),
+                text=text,
                 max_new_tokens=new_tokens,
                 special_tokens=not chat,
-                record={"answers": made[2], "tokens": tokens + new_tokens},
+                question_at=question_at(text, made.question or made.prefix),
+                record={"answers": made.answers, "tokens": tokens + new_tokens},
             )
         )
     return requests

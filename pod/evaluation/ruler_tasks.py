@@ -11,6 +11,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pod.evaluation.haystack import ADJECTIVES, NOISE, NOUNS, Haystack, insert, noise
 from pod.evaluation.passkey import DIGITS, PHRASES
@@ -72,9 +73,29 @@ class Setting:
     phrase: str | None = None
 
 
-# A maker turns (random numbers, size, setting) into (question, answer prefix, wanted strings). What is asked for does
-# not depend on the size, only how much stands around it does; a larger size never gives a shorter prompt, or hardly.
-Made = tuple[str, str, list[str]]
+class Made(NamedTuple):
+    """What a maker turns (random numbers, size, setting) into.
+
+    What is asked for does not depend on the size, only how much stands around it does; a larger size never gives a
+    shorter prompt, or hardly.
+
+    Attributes:
+        context: the prompt up to the question; a solved example is in it.
+        question: the rest of the prompt; nothing in a phrase, whose answer begins with what is asked.
+        prefix: how the answer begins.
+        answers: the wanted strings.
+    """
+
+    context: str
+    question: str
+    prefix: str
+    answers: list[str]
+
+
+def _filled(template: str, context: str, **words: str) -> tuple[str, str]:
+    """A template filled in: up to where the context ends, and what asks about it."""
+    before, after = template.split("{context}")
+    return before.format(**words) + context, after.format(**words)
 
 
 @dataclass(frozen=True)
@@ -128,7 +149,7 @@ def _niah(
             context = "\n".join(insert(draw, lines, needles))
         if setting.phrase is not None:
             (key,) = asked
-            return context + "\n", PHRASES[setting.phrase][1].format(name=key), hidden[key]
+            return Made(context + "\n", "", PHRASES[setting.phrase][1].format(name=key), hidden[key])
         many = queries * values > 1
         words = {
             "kind": value_kind if many else value_kind[:-1],
@@ -138,7 +159,7 @@ def _niah(
             "be_all": "are all" if many else "is",
         }
         wanted = [value for key in asked for value in hidden[key]]
-        return _NIAH.format(context=context, **words), _NIAH_PREFIX.format(**words), wanted
+        return Made(*_filled(_NIAH, context, **words), _NIAH_PREFIX.format(**words), wanted)
 
     return Task(make, 128, needs="haystack" if hay == "essay" else None, has_phrases=queries * values == 1)
 
@@ -191,14 +212,14 @@ def _variable_tracking(draw: random.Random, size: int, setting: Setting) -> Made
         chain += [f"VAR {after} = VAR {before}" for before, after in zip(names, names[1:], strict=False)]
         context = "\n".join(insert(draw, noise(size), chain))
         prefix = _TRACKING_PREFIX.format(count=len(names), query=value)
-        return _TRACKING.format(context=context, query=value), prefix, names
+        return Made(*_filled(_TRACKING, context, query=value), prefix, names)
 
     # The authors' example has up to 500 tokens; a tokenizer of single bytes has no room for more than the chain.
     small = setting.room < 4 * 500
-    question, prefix, names = one(3, 0 if small else 5 * len(NOISE))
-    solved = f"{question}{prefix} {' '.join(names)}\n\n"
-    question, prefix, names = one(5, size)
-    return solved + question, prefix, names
+    example = one(3, 0 if small else 5 * len(NOISE))
+    solved = f"{example.context}{example.question}{example.prefix} {' '.join(example.answers)}\n\n"
+    made = one(5, size)
+    return made._replace(context=solved + made.context)
 
 
 def _common_words(draw: random.Random, size: int, setting: Setting) -> Made:
@@ -220,7 +241,8 @@ def _common_words(draw: random.Random, size: int, setting: Setting) -> Made:
     words = _distinct_words(draw, 10 + math.ceil(size / rarely))
     # The last word may stand fewer times: one entry more or less is what the length is fitted by.
     others = [words[10 + number // rarely] for number in range(size)]
-    return solved + _COMMON.format(context=listed(words[:10] * often, others)), _COMMON_PREFIX, words[:10]
+    context, question = _filled(_COMMON, listed(words[:10] * often, others))
+    return Made(solved + context, question, _COMMON_PREFIX, words[:10])
 
 
 def _distinct_words(draw: random.Random, count: int) -> list[str]:
@@ -251,15 +273,15 @@ def _frequent_words(draw: random.Random, size: int, setting: Setting) -> Made:
     zeta = math.pi**2 / 6  # of 2
     text = [word for rank, word in enumerate(coded, start=1) for _ in range(int(size / (rank * rank * zeta)))]
     draw.shuffle(text)
-    return _FREQUENT.format(context=" ".join(text)), _FREQUENT_PREFIX, coded[1:4]
+    return Made(*_filled(_FREQUENT, " ".join(text)), _FREQUENT_PREFIX, coded[1:4])
 
 
 def _told_apart(made: Made) -> bool:
     """The three most frequent coded words are more frequent than any other."""
-    words = made[0].split("coded words. ")[1].split("\nQuestion:")[0].split()
+    words = made.context.split("coded words. ")[1].split()
     counts = Counter(word for word in words if word != "...")
     ranked = [number for _, number in counts.most_common(4)]
-    return len(ranked) > 3 and ranked[2] > ranked[3] and min(counts[word] for word in made[2]) == ranked[2]
+    return len(ranked) > 3 and ranked[2] > ranked[3] and min(counts[word] for word in made.answers) == ranked[2]
 
 
 def _question_answering(draw: random.Random, size: int, setting: Setting) -> Made:
@@ -281,7 +303,7 @@ def _question_answering(draw: random.Random, size: int, setting: Setting) -> Mad
     documents = [questions.documents[number] for number in own] + others
     draw.shuffle(documents)
     context = "\n\n".join(f"Document {number}:\n{text}" for number, text in enumerate(documents, start=1))
-    return _QA.format(context=context, query=query), " Answer:", answers
+    return Made(*_filled(_QA, context, query=query), " Answer:", answers)
 
 
 TASKS = {

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pod.evaluation import report
-from pod.evaluation.models import Variant
+from pod.evaluation.models import Variant, read_context
 from pod.files import naming, read_json, replacing
 
 
@@ -36,6 +36,8 @@ class Request:
         special_tokens: the tokenizer adds its begin-of-text token; False where a chat template wrote one.
         stop_at_newline: generation also ends at a newline, but neither a newline nor the end of text comes first
             (LongBench's rule for samsum).
+        question_at: the character of `text` at which the question begins; None where there is no telling. A method with
+            `query_aware=False` evicts what comes before it and only then reads on.
         record: what is written beside the prediction; JSON types.
     """
 
@@ -44,6 +46,7 @@ class Request:
     max_new_tokens: int
     special_tokens: bool = True
     stop_at_newline: bool = False
+    question_at: int | None = None
     record: dict[str, Any] = field(default_factory=dict)
 
 
@@ -117,6 +120,7 @@ def predict(
     *,
     batch_size: int = 1,
     cache_factory: Callable[[PreTrainedModel], Any] | None = None,
+    apart: bool = False,
     label: str = "",
 ) -> list[dict[str, Any]] | None:
     """Generate greedily for all requests that have no prediction yet.
@@ -131,13 +135,15 @@ def predict(
         predictions: where they are written.
         batch_size: requests generated at once.
         cache_factory: model -> `past_key_values` of a new batch; None leaves the cache to the model.
+        apart: the questions are read after the caches have taken in, and evicted from, their contexts.
         label: what the progress bar says after the set's name.
 
     Returns:
         The rows `{"key", "pred", **record}` in the requests' order; None where other processes are not done yet.
 
     Raises:
-        ValueError: two requests with one key, an empty prompt, a batch size below 1, predictions of other requests.
+        ValueError: two requests with one key, an empty prompt, a batch size below 1, predictions of other requests; a
+            method with `query_aware=False` and a request whose question is not known.
     """
     if batch_size < 1:
         raise ValueError(f"the batch size must be at least 1, got {batch_size}")
@@ -151,10 +157,10 @@ def predict(
     rank, world = process()
     # Dealt out by length, so that all processes have alike much to do, and by nothing that changes during a run.
     own = sorted(requests, key=lambda request: (-len(request.text), request.key))[rank::world]
-    own = [(encode(tokenizer, request), request) for request in own if request.key not in done]
-    own.sort(key=lambda pair: (pair[1].stop_at_newline, pair[1].max_new_tokens, -len(pair[0]), pair[1].key))
+    own = [_Prompt.of(tokenizer, request, apart) for request in own if request.key not in done]
+    own.sort(key=lambda prompt: (prompt.rule, -len(prompt.ids), prompt.request.key))
     with tqdm(
-        total=sum(len(ids) for ids, _ in own),
+        total=sum(len(prompt.ids) for prompt in own),
         desc=f"{predictions.name}{label} ({len(own)} of {len(requests)})",
         unit="tok",
         unit_scale=True,
@@ -162,16 +168,13 @@ def predict(
     ) as bar:
         start = 0
         while start < len(own):
-            batch = own[start : start + batch_size]
-            # One call of generate has one limit and one stop rule.
-            rule = (batch[0][1].max_new_tokens, batch[0][1].stop_at_newline)
-            batch = [pair for pair in batch if (pair[1].max_new_tokens, pair[1].stop_at_newline) == rule]
+            batch = [prompt for prompt in own[start : start + batch_size] if prompt.rule == own[start].rule]
             texts = _generate(model, tokenizer, batch, cache_factory)
             predictions.append(
-                {"key": request.key, "pred": text, **request.record}
-                for (_, request), text in zip(batch, texts, strict=True)
+                {"key": prompt.request.key, "pred": text, **prompt.request.record}
+                for prompt, text in zip(batch, texts, strict=True)
             )
-            bar.update(sum(len(ids) for ids, _ in batch))
+            bar.update(sum(len(prompt.ids) for prompt in batch))
             start += len(batch)
     return predictions.merge(keys)
 
@@ -193,6 +196,7 @@ def predict_each(
             Predictions(variant.folder(out), name),
             batch_size=batch_size,
             cache_factory=variant.cache_factory,
+            apart=variant.asks_apart,
             label=variant.label,
         )
         for variant in variants
@@ -228,21 +232,66 @@ def tokenise(tokenizer: PreTrainedTokenizerBase, text: str, special_tokens: bool
     return tokenizer(text, add_special_tokens=special_tokens, verbose=False)["input_ids"]
 
 
+def question_at(text: str, question: str) -> int | None:
+    """Where in a prompt its question begins, for `Request`; None where the chat template changed the question.
+
+    What stands behind the question (the end of the turn, an answer's prefix) is read with it.
+    """
+    question = question.rstrip()  # chat templates may strip a turn
+    place = text.rfind(question) if question else -1
+    return None if place < 0 else place
+
+
+def question_tokens(tokenizer: PreTrainedTokenizerBase, request: Request, ids: Sequence[int]) -> int:
+    """How many of a request's last ids are its question; an id that stands for both sides of the border is.
+
+    Raises:
+        ValueError: where the question begins is not known.
+    """
+    if request.question_at is None:
+        raise ValueError(
+            f"request {request.key}: query_aware=false evicts the context before the question is read, and it is not "
+            "known where the question begins: set question_at"
+        )
+    context = tokenise(tokenizer, request.text[: request.question_at], request.special_tokens)
+    return len(ids) - len(os.path.commonprefix([list(ids), context]))
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """A request's token ids; `question`: how many of the last are the question, where it is read apart, else 0."""
+
+    request: Request
+    ids: list[int]
+    question: int = 0
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, request: Request, apart: bool) -> "_Prompt":
+        ids = encode(tokenizer, request)
+        return cls(request, ids, question_tokens(tokenizer, request, ids) if apart else 0)
+
+    @property
+    def rule(self) -> tuple[bool, int, int]:
+        """What rows of one call of `generate` have in common: limit, stop rule, tokens read after the contexts."""
+        return self.request.stop_at_newline, self.request.max_new_tokens, self.question
+
+
 def _generate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    batch: list[tuple[list[int], Request]],
+    batch: list[_Prompt],
     cache_factory: Callable[[PreTrainedModel], Any] | None,
 ) -> list[str]:
     """The new text of each row, special tokens skipped."""
-    longest = max(len(ids) for ids, _ in batch)
+    longest = max(len(prompt.ids) for prompt in batch)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
     input_ids = torch.full((len(batch), longest), pad)
     mask = torch.zeros_like(input_ids)
-    for row, (ids, _) in enumerate(batch):
-        input_ids[row, longest - len(ids) :] = torch.tensor(ids)
-        mask[row, longest - len(ids) :] = 1
-    request = batch[0][1]
+    for row, prompt in enumerate(batch):
+        input_ids[row, longest - len(prompt.ids) :] = torch.tensor(prompt.ids)
+        mask[row, longest - len(prompt.ids) :] = 1
+    input_ids, mask = input_ids.to(model.device), mask.to(model.device)
+    request = batch[0].request
     options: dict[str, Any] = {}
     if request.stop_at_newline:
         newline = tokenizer.encode("\n", add_special_tokens=False)[-1]
@@ -253,9 +302,11 @@ def _generate(
     if cache_factory is not None:
         options["past_key_values"] = cache_factory(model)
     with torch.inference_mode():
+        if batch[0].question:
+            read_context(model, options["past_key_values"], input_ids, batch[0].question, mask)
         output = model.generate(
-            input_ids.to(model.device),
-            attention_mask=mask.to(model.device),
+            input_ids,
+            attention_mask=mask,
             max_new_tokens=request.max_new_tokens,
             pad_token_id=pad,
             do_sample=False,

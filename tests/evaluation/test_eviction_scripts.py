@@ -105,8 +105,8 @@ def test_passkey_rows_by_checkpoint_and_method(ckpt, dense_ckpt, text, tmp_path,
     passkey = script("eval/passkey.py")
     used = []
 
-    def generate(model, ids, count, cache):
-        new = plain(model, ids, count, cache)
+    def generate(model, ids, count, question, cache):
+        new = plain(model, ids, count, question, cache)
         used.append((hasattr(model.config, "share"), cache))
         return new
 
@@ -274,7 +274,8 @@ def test_a_folder_for_each_method(name, ckpt, model, tokenizer, tmp_path, capsys
         assert len(made) == 2
     assert (out / f"{set_}.jsonl").read_bytes() == plain
     assert "eviction" not in json.loads((out / "settings.json").read_text())
-    for method, ((ids, request), _, texts) in zip((SNAPKV, H2O), made, strict=True):
+    for method, (prompt, _, texts) in zip((SNAPKV, H2O), made, strict=True):
+        ids, request = prompt.ids, prompt.request
         folder = out / method.replace(":", "-")
         assert json.loads((folder / "settings.json").read_text())["eviction"] == method
         assert (folder / "scores.json").exists()

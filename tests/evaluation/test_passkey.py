@@ -114,7 +114,8 @@ def test_accuracy_counts_right_digits_in_place(tokenizer, dense):
     wrong = {0: 0, 1: 1, 2: 5, 3: 2, 4: 0}  # how many of each prompt's digits the model gets wrong
     order = {tuple(p.input_ids): index for index, p in enumerate(prompts)}
 
-    def generate(model, input_ids, count):
+    def generate(model, input_ids, count, question):
+        assert question == len("#get ab=")
         rows = []
         for row in input_ids.tolist():
             value, spoiled = by_prompt[tuple(row)], wrong[order[tuple(row)]]
