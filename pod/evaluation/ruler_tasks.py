@@ -1,7 +1,7 @@
 """RULER's 13 tasks (Hsieh et al. 2024): how a prompt of each is made at any size.
 
-The wording of the prompts is the benchmark's (Apache-2.0); the words and texts are drawn here, so single samples differ
-from the authors'.
+The wording of the prompts is the benchmark's (Apache-2.0), byte for byte, its misspelling in `_TRACKING_PREFIX` too;
+the words and texts are drawn here, so single samples differ from the authors'.
 """
 
 import math
@@ -29,7 +29,7 @@ _TRACKING = (
     "Question: Find all variables that are assigned the value {query} in the text above."
 )
 _TRACKING_PREFIX = (
-    " Answer: According to the chain(s) of variable assignment in the text above, {count} variables are assigned the "
+    " Answer: According to the chain(s) of variable assignment in the text above, {count} variables are assgined the "
     "value {query}, they are: "
 )
 _COMMON = (

@@ -117,6 +117,47 @@ def test_the_wording_of_one_and_of_several_needles(words):
     assert re.fullmatch(r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}", uuids[0])
 
 
+def test_every_template_is_the_benchmarks(words):
+    """Byte for byte, as in its scripts/data/synthetic/constants.py, with its spelling (`assgined`) and its blanks."""
+    assert ruler_tasks._NIAH.replace("{some}", "Some").replace("{be_all}", "are all").replace("{be}", "are") == (
+        "Some special magic {kind} are hidden within the following text. Make sure to memorize it. I will quiz you "
+        "about the {kind} afterwards.\n{context}\nWhat are all the special magic {kind} for {query} mentioned in the "
+        "provided text?"
+    )
+    assert ruler_tasks._NIAH_PREFIX.replace("{be}", "are") == (
+        " The special magic {kind} for {query} mentioned in the provided text are"
+    )
+    assert ruler_tasks._NEEDLE == "One of the special magic {kinds} for {key} is: {value}."
+    assert ruler_tasks._TRACKING == (
+        "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\nQuestion: "
+        "Find all variables that are assigned the value {query} in the text above."
+    )
+    assert ruler_tasks._TRACKING_PREFIX == (
+        " Answer: According to the chain(s) of variable assignment in the text above, {count} variables are assgined "
+        "the value {query}, they are: "
+    )
+    assert ruler_tasks._COMMON == (
+        "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that "
+        "appear most often.\n{context}\nQuestion: What are the 10 most common words in the above list?"
+    )
+    assert ruler_tasks._COMMON_PREFIX == " Answer: The top 10 words that appear most often in the list are:"
+    assert ruler_tasks._FREQUENT == (
+        "Read the following coded text and track the frequency of each coded word. Find the three most frequently "
+        "appeared coded words. {context}\nQuestion: Do not provide any explanation. Please ignore the dots '....'. "
+        "What are the three most frequently appeared words in the above coded text?"
+    )
+    assert ruler_tasks._FREQUENT_PREFIX == (
+        " Answer: According to the coded text above, the three most frequently appeared words are:"
+    )
+    assert ruler_tasks._QA == (
+        "Answer the question based on the given documents. Only give me the answer and do not output any other words."
+        "\n\nThe following are given documents.\n\n{context}\n\nAnswer the question based on the given documents. "
+        "Only give me the answer and do not output any other words.\n\nQuestion: {query}"
+    )
+    (request,) = make(words, "vt", 1024)
+    assert request.text.count(" variables are assgined the value ") == 2, "in the solved example too"
+
+
 @pytest.mark.parametrize("task", [name for name, task in TASKS.items() if task.has_phrases])
 def test_a_needle_in_the_words_of_a_pass_key(tokenizer, task):
     """The demo's model knows these only: lines `#key ab=48213`, asked for by `#get ab=`."""
