@@ -25,11 +25,9 @@ def run(options: argparse.Namespace) -> None:
     _check_segmentation(tasks)
     samples = {task: longbench.load_samples(options.data, task) for task in tasks}
     settings = {"ckpt": options.ckpt, "max_length": options.max_length}
-    runner.settle(options.out, settings)
+    runner.check_settings(options.out, settings, partly=True)
     model, tokenizer = models.load(options.ckpt)
     variants = models.variants(model, options.eviction)
-    for variant in variants:
-        runner.settle(variant.folder(options.out), settings | variant.settings())
     room = getattr(model.config, "max_position_embeddings", None)
     if room is not None and options.max_length >= room and runner.process()[0] == 0:
         print(f"note: prompts of {options.max_length} tokens, but the model was made for {room}", file=sys.stderr)
@@ -38,7 +36,7 @@ def run(options: argparse.Namespace) -> None:
         requests = longbench.make_requests(tokenizer, task, samples.pop(task), options.max_length, options.limit)
         keys[task] = [request.key for request in requests]
         longest = max([longest, *requests] if longest else requests, key=lambda request: len(request.text))
-        runner.predict_each(variants, tokenizer, requests, options.out, task, options.batch_size)
+        runner.predict_each(variants, tokenizer, requests, options.out, task, options.batch_size, settings)
     scores = {}
     for variant in variants:
         folder = variant.folder(options.out)

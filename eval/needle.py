@@ -115,13 +115,11 @@ def run(options: argparse.Namespace) -> None:
     depths = [round(depth, 1) for depth in grid(0, 100, options.steps)]
     text = read_text(options.haystack, "--haystack")
     settings = {"ckpt": options.ckpt, "haystack": sha256(text.encode()).hexdigest()}
-    runner.settle(options.out, settings)
+    runner.check_settings(options.out, settings, partly=True)
     model, tokenizer = models.load(options.ckpt)
     variants = models.variants(model, options.eviction)
     requests = make_requests(tokenizer, text, lengths, depths)
-    for variant in variants:
-        runner.settle(variant.folder(options.out), settings | variant.settings())
-    found = runner.predict_each(variants, tokenizer, requests, options.out, "needle", options.batch_size)
+    found = runner.predict_each(variants, tokenizer, requests, options.out, "needle", options.batch_size, settings)
     if None in found.values():
         print(f"process {runner.process()[0]} is done; the last one to finish prints the scores", file=sys.stderr)
         return

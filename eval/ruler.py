@@ -68,26 +68,29 @@ def predict(
 ) -> tuple[dict[str, Path], int | None]:
     """Write this process's predictions of one model, without eviction and with each method.
 
+    All prompts are made first: a task that does not fit into one of the lengths is refused before the work.
+
     Returns:
         method -> the folder of its predictions; and how many tokens the model was made for, where its config says.
     """
-    runner.settle(out, settings)
+    runner.check_settings(out, settings, partly=True)
     model, tokenizer = models.load(ckpt)
     variants = models.variants(model, options.eviction)
-    for variant in variants:
-        runner.settle(variant.folder(out), settings | variant.settings())
-    for length in options.lengths:
-        for task in tasks:
-            requests = ruler.make_requests(
-                tokenizer,
-                task,
-                length,
-                options.samples,
-                seed=options.seed,
-                source=sources.get(TASKS[task].needs),
-                phrase=options.phrase,
-            )
-            runner.predict_each(variants, tokenizer, requests, out, f"{task}-{length}", options.batch_size)
+    sets = {
+        f"{task}-{length}": ruler.make_requests(
+            tokenizer,
+            task,
+            length,
+            options.samples,
+            seed=options.seed,
+            source=sources.get(TASKS[task].needs),
+            phrase=options.phrase,
+        )
+        for length in options.lengths
+        for task in tasks
+    }
+    for name, requests in sets.items():
+        runner.predict_each(variants, tokenizer, requests, out, name, options.batch_size, settings)
     folders = {variant.name: variant.folder(out) for variant in variants}
     return folders, getattr(model.config, "max_position_embeddings", None)
 

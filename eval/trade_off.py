@@ -156,9 +156,10 @@ def run(options: argparse.Namespace) -> list[dict]:
     text = "".join(read_text(path, "--text") for path in options.text) if options.text else held_out_text()
     names = ("length", "depths", "samples", "texts", "stream", "phrase", "seed")
     settings = {name: getattr(options, name) for name in names} | {"text": sha256(text.encode()).hexdigest()}
-    runner.settle(options.out, settings)
+    runner.check_settings(options.out, settings)
     loaded = {ckpt: models.load(ckpt) for ckpt in options.ckpt}
     wanted = planned({ckpt: one for ckpt, (one, _) in loaded.items()}, options.methods.split("+"), options.budgets)
+    runner.settle(options.out, settings)
     path = options.out / "trade_off.json"
     points = read_json(path)["points"] if path.exists() else []
     done = {(point["ckpt"], point["eviction"]): point for point in points}

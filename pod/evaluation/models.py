@@ -84,9 +84,9 @@ class Variant:
         """Where results of this method go: `out` itself without one, else a folder in it."""
         return out if self.method is None else out / self.name.replace(":", "-")
 
-    def settings(self) -> dict[str, str]:
-        """What results depend on beside the checkpoint; empty without a method, as before there were any."""
-        return {} if self.method is None else {"eviction": self.name}
+    def settings(self) -> dict[str, Any]:
+        """What results depend on, and what `eval/report.py` says of them: `model` (see `facts`) and `eviction`."""
+        return {"model": facts(self.model)} | ({} if self.method is None else {"eviction": self.name})
 
 
 def label_of(ckpt: str, method: str) -> str:
@@ -97,6 +97,23 @@ def label_of(ckpt: str, method: str) -> str:
 def by_row(nested: dict[str, dict]) -> dict[str, Any]:
     """[checkpoint][method] -> one entry for each row of a table, by its label."""
     return {label_of(ckpt, method): values for ckpt, found in nested.items() for method, values in found.items()}
+
+
+def facts(model: PreTrainedModel) -> dict[str, Any]:
+    """What a model is, for those who have its results and not its files.
+
+    Returns:
+        `kind` ("dense", "PoD", "window attention" or "CLA"), `tokens` it was made for (None where its config does not
+        say), `kv_saving` of its blocks, 0 to 1; and of a model that is not dense `sink_size` and `recent_size`.
+    """
+    config = model.config
+    tokens = getattr(config, "max_position_embeddings", None)
+    share = getattr(config, "share", None)
+    if share is None or (share != "window" and config.blocks.is_dense):
+        return {"kind": "dense", "tokens": tokens, "kv_saving": 0.0}
+    kind = {"window": "window attention", "kv": "CLA"}.get(share, "PoD")
+    sizes = {"sink_size": config.sink_size, "recent_size": config.recent_size}
+    return {"kind": kind, "tokens": tokens, "kv_saving": config.kv_saving} | sizes
 
 
 def as_pod(model: PreTrainedModel) -> PreTrainedModel:

@@ -121,6 +121,7 @@ def predict(
     batch_size: int = 1,
     cache_factory: Callable[[PreTrainedModel], Any] | None = None,
     apart: bool = False,
+    settings: dict[str, Any] | None = None,
     label: str = "",
 ) -> list[dict[str, Any]] | None:
     """Generate greedily for all requests that have no prediction yet.
@@ -136,14 +137,15 @@ def predict(
         batch_size: requests generated at once.
         cache_factory: model -> `past_key_values` of a new batch; None leaves the cache to the model.
         apart: the questions are read after the caches have taken in, and evicted from, their contexts.
+        settings: what predictions depend on, see `settle`; None notes nothing.
         label: what the progress bar says after the set's name.
 
     Returns:
         The rows `{"key", "pred", **record}` in the requests' order; None where other processes are not done yet.
 
     Raises:
-        ValueError: two requests with one key, an empty prompt, a batch size below 1, predictions of other requests; a
-            method with `query_aware=False` and a request whose question is not known.
+        ValueError: two requests with one key, an empty prompt, a batch size below 1, predictions of other requests or
+            with other settings; a method with `query_aware=False` and a request whose question is not known.
     """
     if batch_size < 1:
         raise ValueError(f"the batch size must be at least 1, got {batch_size}")
@@ -159,6 +161,8 @@ def predict(
     own = sorted(requests, key=lambda request: (-len(request.text), request.key))[rank::world]
     own = [_Prompt.of(tokenizer, request, apart) for request in own if request.key not in done]
     own.sort(key=lambda prompt: (prompt.rule, -len(prompt.ids), prompt.request.key))
+    if settings is not None:  # nothing is left that could be refused
+        settle(predictions.folder, settings)
     with tqdm(
         total=sum(len(prompt.ids) for prompt in own),
         desc=f"{predictions.name}{label} ({len(own)} of {len(requests)})",
@@ -180,14 +184,20 @@ def predict(
 
 
 def predict_each(
-    variants: Iterable[Variant],
+    variants: Sequence[Variant],
     tokenizer: PreTrainedTokenizerBase,
     requests: Sequence[Request],
     out: Path,
     name: str,
     batch_size: int,
+    settings: dict[str, Any],
 ) -> dict[Variant, list[dict[str, Any]] | None]:
-    """`predict` with every eviction method, the set's `name` in the method's folder of `out`."""
+    """`predict` with every eviction method, the set's `name` in the method's folder of `out`.
+
+    `settings` are what the predictions depend on beside the variant.
+    """
+    for variant in variants:
+        check_settings(variant.folder(out), settings | variant.settings())
     return {
         variant: predict(
             variant.model,
@@ -197,6 +207,7 @@ def predict_each(
             batch_size=batch_size,
             cache_factory=variant.cache_factory,
             apart=variant.asks_apart,
+            settings=settings | variant.settings(),
             label=variant.label,
         )
         for variant in variants
@@ -332,25 +343,41 @@ def process() -> tuple[int, int]:
     return int(rank), int(world)
 
 
-def settle(folder: str | Path, settings: dict[str, Any]) -> None:
-    """Note in `settings.json` what the predictions of a folder depend on; refuse to mix them with others.
+def check_settings(folder: str | Path, settings: dict[str, Any], partly: bool = False) -> None:
+    """Refuse to mix a folder's predictions with others; writes nothing.
+
+    Args:
+        folder: of the predictions; there may be none yet.
+        settings: what predictions depend on.
+        partly: these are not all of it: what is known before a model is loaded.
 
     Raises:
         ValueError: the folder's predictions were made with other settings.
     """
     path = Path(folder) / "settings.json"
-    if path.exists():
-        earlier = read_json(path)
-        if not isinstance(earlier, dict):
-            raise ValueError(f"{path}: not the settings of predictions: choose another --out, or remove the folder")
-        for name in sorted(set(earlier) | set(settings)):
-            if earlier.get(name) != settings.get(name):
-                raise ValueError(
-                    f"--out {folder} holds predictions with {name} {earlier.get(name)!r}, now it is "
-                    f"{settings.get(name)!r}: choose another --out, or remove the folder"
-                )
+    if not path.exists():
         return
-    report.write(path, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+    earlier = read_json(path)
+    if not isinstance(earlier, dict):
+        raise ValueError(f"{path}: not the settings of predictions: choose another --out, or remove the folder")
+    for name in sorted(set(settings) if partly else set(earlier) | set(settings)):
+        if earlier.get(name) != settings.get(name):
+            raise ValueError(
+                f"--out {folder} holds predictions with {name} {earlier.get(name)!r}, now it is "
+                f"{settings.get(name)!r}: choose another --out, or remove the folder"
+            )
+
+
+def settle(folder: str | Path, settings: dict[str, Any]) -> None:
+    """Note in `settings.json` what the predictions of a folder depend on, just before the first is made.
+
+    Raises:
+        ValueError: as `check_settings`.
+    """
+    check_settings(folder, settings)
+    path = Path(folder) / "settings.json"
+    if not path.exists():
+        report.write(path, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:

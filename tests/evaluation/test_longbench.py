@@ -253,6 +253,22 @@ def test_predictions_of_other_data_or_settings_are_not_continued(model, tokenize
     runner.settle(tmp_path, {"ckpt": "a"})
     with pytest.raises(ValueError, match="with ckpt 'a', now it is 'b'"):
         runner.settle(tmp_path, {"ckpt": "b"})
+    with pytest.raises(ValueError, match="with limit None, now it is 3"):
+        runner.check_settings(tmp_path, {"ckpt": "a", "limit": 3})
+    runner.settle(tmp_path / "more", {"ckpt": "a", "limit": 3})
+    runner.check_settings(tmp_path / "more", {"ckpt": "a"}, partly=True)
+    with pytest.raises(ValueError, match="with limit 3, now it is None"):
+        runner.check_settings(tmp_path / "more", {"ckpt": "a"})
+
+
+@pytest.mark.parametrize("wrong", [{"batch_size": 0}, {"apart": True}])
+def test_settings_are_noted_when_nothing_can_be_refused_any_more(model, tokenizer, tmp_path, wrong):
+    predictions, settings = Predictions(tmp_path / "out", "set"), {"ckpt": "a"}
+    with pytest.raises(ValueError):
+        predict(model, tokenizer, requests(2), predictions, settings=settings, **wrong)
+    assert not (tmp_path / "out").exists()
+    predict(model, tokenizer, requests(2), predictions, settings=settings)
+    assert json.loads((tmp_path / "out" / "settings.json").read_text()) == settings
 
 
 def test_what_the_runner_refuses(model, tokenizer, tmp_path):

@@ -133,7 +133,7 @@ def test_a_request_without_a_question_is_refused(model, tokenizer, tmp_path):
     request = runner.Request("7", CONTEXTS[0], 2)
     (_, variant) = models.variants(model, eviction.parse_all("snapkv:budget=64,window=8,query_aware=false"))
     with pytest.raises(ValueError, match="request 7: query_aware=false .* set question_at"):
-        runner.predict_each([variant], tokenizer, [request], tmp_path, "set", 1)
+        runner.predict_each([variant], tokenizer, [request], tmp_path, "set", 1, {})
     assert not list(tmp_path.iterdir())
 
 

@@ -347,6 +347,14 @@ def test_the_table_has_an_average(tmp_path, capsys):
     assert json.loads((tmp_path / "scores.json").read_text())["averages"] == {"512": 75.0, "1024": 12.5}
 
 
+def test_what_does_not_fit_fails_before_the_first_prediction(ckpt, tmp_path, capsys):
+    out = tmp_path / "out"
+    arguments = ["--ckpt", str(ckpt), "--out", str(out), "--samples", "1", "--tasks", "niah_single_1", "vt"]
+    assert script("eval/ruler.py").main([*arguments, "--lengths", "1024", "300"]) == 2
+    assert "does not fit into 300 tokens" in capsys.readouterr().err
+    assert not out.exists(), "not even the settings: the same folder can be used with other lengths"
+
+
 def test_the_script_end_to_end(ckpt, tmp_path, capsys):
     command = script("eval/ruler.py")
     out = tmp_path / "out"
