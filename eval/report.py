@@ -3,15 +3,15 @@
     python eval/report.py runs/longbench/dense runs/longbench/llama3-32k
     python eval/report.py runs/longbench/* --baseline runs/longbench/dense --no-published
 
-A run is the folder that `eval/longbench.py` wrote: `scores.json`, `settings.json` (its --ckpt) and `cache.json`, from
-which the measured saving comes. Degradation is the loss of the average against the baseline, by default the first dense
-run. Writes report.md, report.csv, report.json and report.png.
+A run is the folder that `eval/longbench.py` wrote: `scores.json`, `settings.json` (what the model is, and the eviction
+method) and `cache.json`, from which the measured saving comes. Degradation is the loss of the average against the
+baseline, by default the first dense run; a run of other prompts (--max-length) or of other samples (--limit) has none,
+and a note says so. Writes report.md, report.csv, report.json and report.png.
 """
 
 import argparse
 import csv
 import io
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,14 @@ from typing import Any
 from pod import eviction as methods
 from pod.evaluation import command, report
 from pod.evaluation.longbench import CATEGORIES
-from pod.files import check_writable
+from pod.files import check_writable, read_json
 
 SCORES = (*CATEGORIES, "PoD average")
 HEADINGS = ("SQA", "MQA", "Summ", "Few-shot", "Code", "Avg.")
 COLUMNS = ("method", "window", *HEADINGS, "KV saving, %", "degradation, %", "stage")
 BOTH = "prefilling & decoding"
+# What `pod.evaluation.models.facts` says of a model.
+FACTS = {"kind": str, "tokens": int | None, "sink_size": int, "recent_size": int}
 # arXiv 2412.02252, Tables 1 and 4: method, window, category scores, average, KV saving, degradation, stage.
 PUBLISHED = (
     ("LLaMA3-8B-32K", "32K", 32.94, 32.23, 25.41, 69.30, 66.54, 45.28, None, None, ""),
@@ -64,49 +66,64 @@ def read_run(folder: Path) -> dict[str, Any]:
     for name in SCORES:
         if averages[name] is not None and not isinstance(averages[name], int | float):
             raise ValueError(f"{folder}/scores.json: {name!r} must be a number or null, got {averages[name]!r}")
-    settings = _read(folder / "settings.json") if (folder / "settings.json").exists() else {}
-    cache = _read(folder / "cache.json") if (folder / "cache.json").exists() else {}
-    if cache and not isinstance(cache.get("saving"), int | float):
-        raise ValueError(f"{folder}/cache.json: field 'saving' (a number) is missing")
-    config_file = Path(settings.get("ckpt") or folder) / "config.json"
-    config = _read(config_file) if config_file.exists() else {}
-    anchors = config.get("anchors")
-    shares = anchors is not None and any(anchor < row for row, heads in enumerate(anchors) for anchor in heads)
-    eviction = settings.get("eviction")
-    method = methods.parse(eviction) if eviction else None
-    share = config.get("share")
-    own = "window attention" if share == "window" else {"kv": "CLA"}.get(share, "PoD") if shares else None
-    parts = [*([own] if own else []), *([type(method).__name__] if method else [])]
+    settings_file, cache_file = folder / "settings.json", folder / "cache.json"
+    settings = _read(settings_file) if settings_file.exists() else {}
+    saving = _field(_read(cache_file), cache_file, "saving", int | float, None) if cache_file.exists() else None
+    model = _field(settings, settings_file, "model", dict, {})
+    for name, types in FACTS.items():
+        if model and name in ("kind", "tokens") or name in model:
+            _field(model, settings_file, name, types, None)
+    text = _field(settings, settings_file, "eviction", str | None, None)
+    method = methods.parse(text) if text else None
+    kind = model.get("kind", "dense")
+    parts = [*([kind] if kind != "dense" else []), *([type(method).__name__] if method else [])]
     return {
         "source": str(folder),
-        "method": f"{' + '.join(parts) or 'dense'} ({folder.name})" if config or eviction else folder.name,
-        "window": _window(config, method, shares),
+        "method": f"{' + '.join(parts) or 'dense'} ({folder.name})" if model or method else folder.name,
+        "window": _window(model, kind, method),
         "scores": [averages[name] for name in SCORES],
-        "kv_saving": 100 * cache["saving"] if cache else None,
+        "kv_saving": None if saving is None else 100 * saving,
         "degradation": None,
-        "stage": _stage(method, own is not None),
-        "is_dense": bool(config) and not parts,
+        "stage": _stage(method, kind != "dense"),
+        "is_dense": bool(model) and not parts,
+        "max_length": _field(settings, settings_file, "max_length", int | None, None),
+        "samples": _field(scores, folder / "scores.json", "samples", dict, {}),
     }
 
 
 def _read(path: Path) -> dict:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
     except FileNotFoundError:
         raise ValueError(f"{path}: not there; RUNS are folders that eval/longbench.py wrote scores into") from None
-    except ValueError as error:
-        raise ValueError(f"{path}: broken JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected a JSON object, as eval/longbench.py writes it, got {str(content)[:60]}")
+    return content
 
 
-def _window(config: dict, method: Any, shares: bool) -> str:
+def _field(content: dict, path: Path, name: str, types: Any, default: Any) -> Any:
+    """A field of a file; the default where it is missing, unless that is None and None is not of the types."""
+    value = content.get(name, default)
+    if not isinstance(value, types) or isinstance(value, bool):
+        wanted = str(getattr(types, "__name__", types))
+        raise ValueError(f"{path}: field {name!r} must be {wanted}, got {value!r}")
+    return value
+
+
+def _window(model: dict, kind: str, method: Any) -> str:
+    """Tokens kept, `sinks+others` where a method or a model keeps sinks apart."""
     if method is not None:
-        return _short(method.budget)
-    limit = config.get("max_position_embeddings")
-    share = config.get("share")
-    if share != "window" and (not shares or share == "kv"):
+        sinks = 0
+        if isinstance(method, methods.Cascade | methods.StreamingLLM):
+            # These keep as many first tokens as the model has sinks, at least.
+            sinks = max(method.sinks, model.get("sink_size", 0))
+        rest = method.budget - (0 if isinstance(method, methods.Cascade) else sinks)
+        return f"{sinks}+{_short(rest)}" if sinks else _short(rest)
+    limit = model.get("tokens")
+    if kind in ("dense", "CLA"):
         return "" if limit is None else _short(limit)
-    sinks, recent = config["sink_size"], config["recent_size"]
-    if share == "window":
+    sinks, recent = model["sink_size"], model["recent_size"]
+    if kind == "window attention":
         return f"{sinks}+{recent}" if sinks else _short(recent)
     rest = "" if limit is None else f"+{_short(max(0, limit - sinks - recent))}"
     return f"{sinks}+{recent}{rest}"
@@ -123,8 +140,11 @@ def _stage(method: Any, shares: bool) -> str:
     return BOTH if shares or method is not None else ""
 
 
-def compare(rows: list[dict[str, Any]], baseline: str | None) -> None:
-    """Enter each row's degradation, in percent of the baseline's average.
+def compare(rows: list[dict[str, Any]], baseline: str | None) -> list[str]:
+    """Enter each row's degradation, in percent of the baseline's average, where the two can be compared.
+
+    Returns:
+        A note for each run that cannot, and one when there is no baseline.
 
     Raises:
         ValueError: the baseline is no run of the table.
@@ -135,11 +155,29 @@ def compare(rows: list[dict[str, Any]], baseline: str | None) -> None:
             raise ValueError(f"--baseline {baseline} is none of the runs {', '.join(row['source'] for row in rows)}")
     else:
         found = [row for row in rows if row["is_dense"]]
-    base = found[0]["scores"][-1] if found else None
+    if not found:
+        return ["No run is known to be dense, so there is no degradation: name one with --baseline."]
+    base, notes = found[0], []
     for row in rows:
-        average = row["scores"][-1]
-        if base and average is not None and row is not found[0]:
-            row["degradation"] = 100 * (base - average) / base
+        average, reasons = row["scores"][-1], _differences(row, base)
+        if reasons:
+            notes.append(f"{row['method']} cannot be compared with {base['method']}: {', '.join(reasons)}.")
+        elif base["scores"][-1] and average is not None and row is not base:
+            row["degradation"] = 100 * (base["scores"][-1] - average) / base["scores"][-1]
+    return notes
+
+
+def _differences(row: dict[str, Any], base: dict[str, Any]) -> list[str]:
+    """What two runs were not asked alike."""
+    found = []
+    if row["max_length"] != base["max_length"]:
+        found.append(f"prompts of {row['max_length']} tokens and not of {base['max_length']}")
+    both = sorted(set(row["samples"]) & set(base["samples"]))
+    other = [name for name in both if row["samples"][name] != base["samples"][name]]
+    if other:
+        more = f" (and other numbers of {len(other) - 1} more sets)" if len(other) > 1 else ""
+        found.append(f"{row['samples'][other[0]]} samples of {other[0]} and not {base['samples'][other[0]]}{more}")
+    return found
 
 
 def published_rows() -> list[dict[str, Any]]:
@@ -148,6 +186,7 @@ def published_rows() -> list[dict[str, Any]]:
         {
             "source": "arXiv 2412.02252", "method": f"{name}, published", "window": window, "scores": list(scores),
             "kv_saving": saving, "degradation": loss, "stage": stage, "is_dense": False,
+            "max_length": None, "samples": {},
         }
         for name, window, *scores, saving, loss, stage in PUBLISHED
     ]  # fmt: skip
@@ -194,15 +233,17 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     check_writable(options.out)
     rows = [read_run(folder) for folder in options.runs]
-    compare(rows, options.baseline)
+    notes = compare(rows, options.baseline)
     rows += [] if options.no_published else published_rows()
     lines = [cells(row) for row in rows]
-    text = report.markdown_table(COLUMNS, lines) + ("" if options.no_published else f"\n\n{CAVEATS}")
+    text = report.markdown_table(COLUMNS, lines)
+    if notes or not options.no_published:
+        text += "\n\n" + "\n".join([f"- {note}" for note in notes] + ([] if options.no_published else [CAVEATS]))
     table = io.StringIO()
     csv.writer(table, lineterminator="\n").writerows([COLUMNS, *lines])
     report.write(options.out / "report.md", f"# LongBench\n\n{text}\n\n![The same as a picture](report.png)\n")
     report.write(options.out / "report.csv", table.getvalue())
-    report.write_json(options.out / "report.json", {"rows": rows})
+    report.write_json(options.out / "report.json", {"rows": rows, "notes": notes})
     draw(rows, options.out / "report.png")
     print(text)
     print("\nwritten: " + ", ".join(f"{options.out}/report.{kind}" for kind in ("md", "csv", "json", "png")))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from scripts import script
+from scripts import script, tiny_llama
 from test_longbench import write_data
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -16,28 +16,28 @@ from pod.evaluation import longbench, models
 report = script("eval/report.py")
 
 
-def write_run(folder, level, anchors=None, saving=None, eviction=None, **settings):
-    ckpt = folder.with_name(f"{folder.name}-export")
-    for path in (folder, ckpt):
-        path.mkdir(parents=True)
-    config = {"max_position_embeddings": 32768}
-    if anchors is not None:
-        config |= {"anchors": anchors, "sink_size": 16, "recent_size": 4080, "share": "scores"} | settings
-    (ckpt / "config.json").write_text(json.dumps(config))
+def write_run(folder, level, model=None, saving=None, eviction=None, samples=3, **settings):
+    """A run's files; `model` as `models.facts` has it, a dense one unless told."""
+    folder.mkdir(parents=True)
+    model = {"kind": "dense", "tokens": 32768, "kv_saving": 0.0} | (model or {})
     scores = {name: level + index for index, name in enumerate(longbench.GROUPS["pod"])}
-    result = {"scores": scores, "averages": longbench.averages(scores), "samples": dict.fromkeys(scores, 3)}
+    result = {"scores": scores, "averages": longbench.averages(scores), "samples": dict.fromkeys(scores, samples)}
     (folder / "scores.json").write_text(json.dumps(result))
-    (folder / "settings.json").write_text(json.dumps({"ckpt": str(ckpt), "max_length": 31500, "eviction": eviction}))
+    settings = {"ckpt": "an/id", "max_length": 31500, "model": model, "eviction": eviction} | settings
+    (folder / "settings.json").write_text(json.dumps(settings))
     if saving is not None:
         (folder / "cache.json").write_text(json.dumps({"tokens": 9, "bytes": 1, "dense_bytes": 2, "saving": saving}))
     return str(folder)
 
 
+POD = {"kind": "PoD", "kv_saving": 0.35, "sink_size": 16, "recent_size": 4080}
+
+
 def test_table(tmp_path, capsys):
     dense = write_run(tmp_path / "dense", 40, saving=0.0)
-    shared = write_run(tmp_path / "mine", 30, anchors=[[0, 0], [0, 1]], saving=0.337)
+    shared = write_run(tmp_path / "mine", 30, POD, saving=0.337)
     snap = write_run(tmp_path / "snap", 28, eviction="snapkv:budget=4096")
-    both = write_run(tmp_path / "both", 20, anchors=[[0, 0], [0, 1]], saving=0.9, eviction="h2o:budget=4000")
+    both = write_run(tmp_path / "both", 20, POD, saving=0.9, eviction="h2o:budget=4000")
     out = tmp_path / "out"
     assert report.main([shared, dense, snap, both, "--out", str(out)]) == 0
     printed = capsys.readouterr().out
@@ -60,8 +60,9 @@ def test_table(tmp_path, capsys):
 
 
 def test_trained_baselines_have_their_names(tmp_path):
-    window = write_run(tmp_path / "wa", 20, anchors=[[0], [1]], share="window", sink_size=0, recent_size=4096)
-    pairs = write_run(tmp_path / "cla", 10, anchors=[[0], [0]], share="kv")
+    window = {"kind": "window attention", "kv_saving": 1.0, "sink_size": 0, "recent_size": 4096}
+    window = write_run(tmp_path / "wa", 20, window)
+    pairs = write_run(tmp_path / "cla", 10, POD | {"kind": "CLA"})
     rows = [report.read_run(Path(folder)) for folder in (window, pairs)]
     assert [row["method"] for row in rows] == ["window attention (wa)", "CLA (cla)"]
     assert [row["window"] for row in rows] == ["4K", "32K"] and not any(row["is_dense"] for row in rows)
@@ -84,13 +85,72 @@ def test_a_run_of_some_sets_has_gaps(tmp_path, capsys):
     assert (row["method"], row["Code"], row["SQA"], row["Avg."], row["degradation, %"]) == ("part", "15.00", "", "", "")
 
 
+def test_a_baseline_is_known_by_what_the_benchmark_saved(model, tmp_path, capsys):
+    """Whatever --ckpt was, a hub id or a path from elsewhere: the checkpoint is not looked at again."""
+    assert models.facts(model) == {
+        "kind": "PoD", "tokens": 2048, "kv_saving": 0.125, "sink_size": 2, "recent_size": 14,
+    }  # fmt: skip
+    stock = tiny_llama()
+    assert models.facts(stock) == {"kind": "dense", "tokens": 2048, "kv_saving": 0.0}
+    as_pod = models.Variant("x", models.as_pod(tiny_llama()), pod.eviction.SnapKV(64))
+    assert as_pod.settings() == {"model": models.facts(stock), "eviction": "x"}
+    assert report.read_run(Path(write_run(tmp_path / "dense", 40)))["is_dense"]
+    mine = write_run(tmp_path / "mine", 30, POD)
+    assert report.main([mine, "--out", str(tmp_path / "out"), "--no-published"]) == 0
+    assert "No run is known to be dense" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("eviction", "dense", "shared"),
+    [
+        ("cascade:budget=4096", "64+4K", "64+4K"),
+        ("cascade:budget=4096,sinks=4", "4+4K", "16+4K"),
+        ("streamingllm:budget=4096,sinks=4", "4+4092", "16+4080"),
+        ("lminfinite:budget=4096,sinks=16", "16+4080", "16+4080"),
+        ("snapkv:budget=4096", "4K", "4K"),
+        ("quest:budget=4096", "4K", "4K"),
+    ],
+)
+def test_windows_have_the_sinks_that_are_kept_apart(tmp_path, eviction, dense, shared):
+    rows = [write_run(tmp_path / name, 1, facts, eviction=eviction) for name, facts in (("a", None), ("b", POD))]
+    assert [report.read_run(Path(row))["window"] for row in rows] == [dense, shared]
+
+
+def test_runs_that_were_asked_otherwise_are_not_compared(tmp_path, capsys):
+    dense = write_run(tmp_path / "dense", 40)
+    runs = [
+        write_run(tmp_path / "short", 30, POD, max_length=3500),
+        write_run(tmp_path / "few", 30, POD, samples=2),
+        write_run(tmp_path / "good", 30, POD),
+    ]
+    assert report.main([dense, *runs, "--out", str(tmp_path / "out"), "--no-published"]) == 0
+    rows = list(csv.DictReader((tmp_path / "out" / "report.csv").open()))
+    assert [row["degradation, %"] for row in rows] == ["", "", "", "21.3"]
+    printed = capsys.readouterr().out
+    assert "- PoD (short) cannot be compared with dense (dense): prompts of 3500 tokens and not of 31500." in printed
+    assert "- PoD (few) cannot be compared with dense (dense): 2 samples of 2wikimqa and not 3 (and other" in printed
+    assert "PoD (good) cannot" not in printed
+    assert "cannot be compared" in (tmp_path / "out" / "report.md").read_text()
+
+
+GOOD = {"scores.json": json.dumps({"averages": longbench.averages({})})}
+
+
 @pytest.mark.parametrize(
     ("files", "message"),
     [
         ({}, "scores.json: not there"),
-        ({"scores.json": "{"}, "scores.json: broken JSON"),
+        ({"scores.json": "{"}, "scores.json: not JSON"),
         ({"scores.json": "{}"}, "field 'averages'"),
-        ({"scores.json": json.dumps({"averages": longbench.averages({}), "x": 1}), "cache.json": '{"a": 1}'}, "saving"),
+        ({"scores.json": "[1]"}, r"scores.json: expected a JSON object"),
+        (GOOD | {"cache.json": '{"a": 1}'}, "cache.json: field 'saving' must be int | float, got None"),
+        (GOOD | {"cache.json": "[]"}, "cache.json: expected a JSON object"),
+        (GOOD | {"settings.json": "[]"}, "settings.json: expected a JSON object"),
+        (GOOD | {"settings.json": '{"model": "dense"}'}, "settings.json: field 'model' must be dict, got 'dense'"),
+        (GOOD | {"settings.json": '{"model": {"kind": 3}}'}, "settings.json: field 'kind' must be str, got 3"),
+        (GOOD | {"settings.json": '{"eviction": 7}'}, "settings.json: field 'eviction' must be str | None, got 7"),
+        (GOOD | {"settings.json": '{"eviction": "snpkv:budget=7"}'}, "did you mean 'snapkv'"),
+        (GOOD | {"settings.json": '{"max_length": "31500"}'}, "settings.json: field 'max_length'"),
     ],
 )
 def test_refuses_clearly(tmp_path, files, message, capsys):
