@@ -18,11 +18,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 import pod
 from pod import eviction as methods
 from pod.evaluation import command, report
 from pod.evaluation.memory import Inference, even_blocks, measured_batch
+from pod.families import FAMILIES, pod_config
 from pod.files import check_writable, read_json
 from pod.plan import GPUS
 from pod.shape import KNOWN_CONFIGS, Shape
@@ -38,19 +41,52 @@ PUBLISHED = {2048: (25, 33), 4096: (13, 17), 8192: (6, 8), 16384: (3, 4)}
 KINDS = ("weights", "cache", "prefill logits", "activations")
 
 
+POD_FIELDS = ("anchors", "sink_size", "recent_size", "share", "tau", "architectures", "model_type")
+
+
 def read_config(name: str) -> dict:
     """The config of a model: a directory's, or that of a known model, also by its short name.
 
     Raises:
-        ValueError: neither.
+        ValueError: neither, or a field of it is wrong; names the file.
     """
     file = Path(name) / "config.json"
     if file.is_file():
-        return read_json(file)
+        config = read_json(file)
+        if not isinstance(config, dict):
+            raise ValueError(f"{file}: expected a JSON object, the config of a model, got {str(config)[:60]}")
+        try:
+            stock_config(config)
+        except StrictDataclassError as error:
+            raise ValueError(f"{file}: {' '.join(str(error).split())}") from error
+        except (AttributeError, TypeError, ValueError, ZeroDivisionError) as error:
+            raise ValueError(f"{file}: a field is missing or wrong: {error}") from error
+        return config
     known = name if name in KNOWN_CONFIGS else SHORT_NAMES.get(name.lower())
     if known is None:
         raise ValueError(f"--model {name}: no directory with a config.json, and none of {', '.join(SHORT_NAMES)}")
     return dict(KNOWN_CONFIGS[known])
+
+
+def stock_config(config: dict) -> PreTrainedConfig:
+    """A config without PoD's fields, of the family that `model_type` names.
+
+    Raises:
+        ValueError: a family that PoD does not have. Others where a field is wrong.
+    """
+    family = str(config.get("model_type")).removeprefix("pod_")
+    if family not in FAMILIES:
+        raise ValueError(f"model_type {config.get('model_type')!r} is none of {', '.join(FAMILIES)}")
+    return AutoConfig.for_model(family, **{key: value for key, value in config.items() if key not in POD_FIELDS})
+
+
+def config_of(config: dict, row: Inference) -> PreTrainedConfig:
+    """The PoD config of a row's sizes and blocks.
+
+    Raises:
+        ValueError: a size that means nothing, a model that PoD cannot convert.
+    """
+    return pod_config(stock_config(config), row.blocks, row.sink_size, row.recent_size, "scores")
 
 
 def read_memory(text: str) -> tuple[int, int]:
@@ -73,7 +109,7 @@ def rows_of(options: argparse.Namespace, config: dict) -> list[tuple[str, Infere
     """(name, arithmetic for a prompt of 1 token) of every row of the table.
 
     Raises:
-        ValueError, RecipeError: a model, blocks or method that cannot be.
+        ValueError, RecipeError: a model, blocks, sizes or method that cannot be, or a method named twice.
     """
     shape = Shape.from_config(config)
     dense = pod.LayerBlocks.dense(shape.layers, shape.kv_heads)
@@ -90,9 +126,14 @@ def rows_of(options: argparse.Namespace, config: dict) -> list[tuple[str, Infere
         "shape": shape, "prompt": 1, "output": options.output, "sink_size": sinks, "recent_size": recent,
         "itemsize": DTYPES[options.dtype],
     }  # fmt: skip
-    chosen = methods.parse_all(options.eviction) if options.eviction else []
     rows = [("dense", Inference(blocks=dense, **common)), ("PoD", Inference(blocks=blocks, **common))]
-    rows += [(f"PoD + {type(m).__name__}({m.budget})", Inference(blocks=blocks, eviction=m, **common)) for m in chosen]
+    for method in options.eviction or []:
+        name = f"PoD + {methods.unparse(method)}"
+        if name in dict(rows):
+            raise ValueError(f"the eviction method {methods.unparse(method)} is named twice")
+        rows.append((name, Inference(blocks=blocks, eviction=method, **common)))
+    for _, row in rows:
+        pod.PodCache(config_of(config, row), eviction=row.eviction)  # what no cache can be has no row
     return [
         (f"{name}, {kind}", replace(row, whole_logits=kind == "whole logits"))
         for kind in ("lean", "whole logits")
@@ -103,14 +144,8 @@ def rows_of(options: argparse.Namespace, config: dict) -> list[tuple[str, Infere
 
 def random_model(config: dict, row: Inference, dtype: str, device: str) -> torch.nn.Module:
     """A model of the row's sizes and blocks with random weights."""
-    own = {key: value for key, value in config.items() if key not in ("anchors", "share", "tau", "architectures")}
-    family = {"llama": pod.PodLlamaConfig, "qwen3": pod.PodQwen3Config}[config["model_type"].removeprefix("pod_")]
-    own |= {"sink_size": row.sink_size, "recent_size": row.recent_size, "anchors": row.blocks.anchors.tolist()}
-    own.pop("model_type")
-    from transformers import AutoModelForCausalLM
-
     with torch.device(device):
-        return AutoModelForCausalLM.from_config(family(**own), dtype=getattr(torch, dtype)).eval()
+        return AutoModelForCausalLM.from_config(config_of(config, row), dtype=getattr(torch, dtype)).eval()
 
 
 def evaluate(options: argparse.Namespace) -> dict:
@@ -232,9 +267,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--kv-saving", type=float, default=0.35, help="saved by evenly long blocks (0.35)")
     parser.add_argument("--sinks", type=int, help="sink tokens (the model's own, or 16)")
     parser.add_argument("--recent", type=int, help="recent tokens (the model's own, or 4080)")
-    parser.add_argument(
-        "--eviction", metavar="METHODS", help="rows for PoD with these, such as snapkv:budget=4096+h2o:..."
-    )
+    command.add_eviction(parser, what="rows for PoD with these, such as snapkv:budget=4096+h2o:budget=4096")
     parser.add_argument("--measure", action="store_true", help="also search with a random model on this device")
     parser.add_argument("--out", type=Path, default=command.default_folder("memory"), help="folder of what is written")
     options = parser.parse_args(arguments)

@@ -102,7 +102,10 @@ def known_bytes(tokenizer: PreTrainedTokenizerBase) -> float | None:
 
 def tokens_or_all(text: str) -> int | None:
     """`1024` -> 1024, `all` -> None."""
-    return None if text == "all" else int(text)
+    try:
+        return None if text == "all" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of tokens nor `all`") from None
 
 
 def draw(results: dict[str, dict[str, Perplexity]], path: Path) -> None:

@@ -189,6 +189,7 @@ def main(arguments: list[str] | None = None) -> None:
         "--out", type=Path, help="where predictions and scores go (default: runs/ruler/NAME; of several, runs/ruler)"
     )
     options = parser.parse_args(arguments)
+    options.lengths = list(dict.fromkeys(options.lengths))
     if options.out is None:
         options.out = Path("runs") / "ruler"
         if len(options.ckpt) == 1:

@@ -158,7 +158,7 @@ def run(options: argparse.Namespace) -> list[dict]:
     settings = {name: getattr(options, name) for name in names} | {"text": sha256(text.encode()).hexdigest()}
     runner.check_settings(options.out, settings)
     loaded = {ckpt: models.load(ckpt) for ckpt in options.ckpt}
-    wanted = planned({ckpt: one for ckpt, (one, _) in loaded.items()}, options.methods.split("+"), options.budgets)
+    wanted = planned({ckpt: one for ckpt, (one, _) in loaded.items()}, options.methods, options.budgets)
     runner.settle(options.out, settings)
     path = options.out / "trade_off.json"
     points = read_json(path)["points"] if path.exists() else []
@@ -228,8 +228,8 @@ def draw(rows: list[dict], path: Path) -> None:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ckpt", nargs="+", required=True, help="models, the one to compare with first: DENSE POD")
-    parser.add_argument(
-        "--methods", default=METHODS, metavar="METHODS", help=f"eviction methods without budgets ({METHODS})"
+    command.add_eviction(
+        parser, "--methods", f"eviction methods without budgets ({METHODS})", eviction.split, eviction.split(METHODS)
     )
     parser.add_argument("--budgets", type=command.numbers, default=[64, 128, 256], help="tokens kept (64,128,256)")
     parser.add_argument("--length", type=int, default=1016, help="tokens of a prompt, and of a text (1016)")

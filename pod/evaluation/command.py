@@ -16,31 +16,51 @@ def default_folder(script: str) -> Path:
 
 
 def numbers(text: str) -> list[int]:
-    """`256,512` -> [256, 512]."""
-    return [int(part) for part in text.split(",")]
+    """`256,512` -> [256, 512], each number once.
+
+    Raises:
+        argparse.ArgumentTypeError: something else.
+    """
+    try:
+        return list(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not of whole numbers, comma-separated, such as 256,512"
+        ) from None
 
 
 class _Methods(argparse.Action):
-    """`list` prints the methods and ends, whatever other options are missing."""
+    """`list` prints the methods and ends, whatever other options are missing; other texts are parsed."""
+
+    def __init__(self, *args: Any, parse: Callable[[str], list], **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.parse = parse
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: str, option_string: str | None = None):
         if values == "list":
             print(eviction.describe())
             parser.exit()
         try:
-            setattr(namespace, self.dest, eviction.parse_all(values))
+            setattr(namespace, self.dest, self.parse(values))
         except ValueError as error:
             raise argparse.ArgumentError(self, str(error)) from error
 
 
-def add_eviction(parser: argparse.ArgumentParser) -> None:
-    """Give a parser `--eviction`: a list of methods, None when it is left out."""
+def add_eviction(
+    parser: argparse.ArgumentParser,
+    option: str = "--eviction",
+    what: str = "also with a cache that keeps some tokens only, such as snapkv:budget=256,window=16",
+    parse: Callable[[str], list] = eviction.parse_all,
+    default: list | None = None,
+) -> None:
+    """Give a parser `--eviction`, or what it is called there: a list of methods, the default when it is left out."""
     parser.add_argument(
-        "--eviction",
+        option,
         action=_Methods,
+        parse=parse,
+        default=default,
         metavar="METHOD",
-        help="also with a cache that keeps some tokens only, such as snapkv:budget=256,window=16; several methods are "
-        "separated by +; `list` shows all",
+        help=f"{what}; several methods are separated by +; `list` shows all",
     )
 
 

@@ -77,13 +77,25 @@ def parse(text: str) -> Eviction | StoragePolicy:
     return method(**values)
 
 
+def split(text: str) -> list[str]:
+    """The texts of methods separated by `+`.
+
+    Raises:
+        ValueError: one is empty.
+    """
+    parts = [part.strip() for part in text.split("+")]
+    if not all(parts):
+        raise ValueError(f"{text!r}: no method stands before or after a +: name one there, or remove the +")
+    return parts
+
+
 def parse_all(text: str) -> list[Eviction | StoragePolicy]:
     """Methods separated by `+`, in the order of the text.
 
     Raises:
-        ValueError: as `parse`.
+        ValueError: as `parse`, and where nothing stands before or after a `+`.
     """
-    return [parse(part) for part in text.split("+")]
+    return [parse(part) for part in split(text)]
 
 
 def unparse(method: Eviction | StoragePolicy) -> str:
@@ -162,5 +174,6 @@ __all__ = [
     "describe",
     "parse",
     "parse_all",
+    "split",
     "unparse",
 ]

@@ -86,16 +86,23 @@ def test_variants_that_cannot_be(model):
         models.variants(model, eviction.parse_all("snapkv:budget=8,window=8"))
 
 
-@pytest.mark.parametrize("name", ["passkey", "perplexity", "longbench", "ruler", "needle"])
+@pytest.mark.parametrize("name", ["passkey", "perplexity", "longbench", "ruler", "needle", "memory", "trade_off"])
 def test_every_script_lists_the_methods_and_names_the_closest(name, capsys):
     with pytest.raises(SystemExit) as ended:
-        script(f"eval/{name}.py").main(["--eviction", "list"])
+        script(f"eval/{name}.py").main(["--methods" if name == "trade_off" else "--eviction", "list"])
     assert ended.value.code == 0
     assert capsys.readouterr().out == eviction.describe() + "\n"
-    with pytest.raises(SystemExit) as ended:
-        script(f"eval/{name}.py").main(["--ckpt", "x", "--eviction", f"{SNAPKV}+snapvk:budget=4"])
-    assert ended.value.code == 2
-    assert "did you mean 'snapkv'" in capsys.readouterr().err
+    if name == "trade_off":  # methods get their budgets later
+        return
+    model = "--model" if name == "memory" else "--ckpt"
+    for methods, message in [
+        (f"{SNAPKV}+snapvk:budget=4", "did you mean 'snapkv'"),
+        (f"{SNAPKV}+", "no method stands before or after a +"),
+    ]:
+        with pytest.raises(SystemExit) as ended:
+            script(f"eval/{name}.py").main([model, "x", "--eviction", methods])
+        assert ended.value.code == 2
+        assert message in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------- pass keys
@@ -374,7 +381,7 @@ def test_the_trade_off_goes_on_where_it_was_killed(ckpt, dense_ckpt, text, tmp_p
     assert "with seed 0, now it is 1" in capsys.readouterr().err
     for change, message in [
         (["--budgets", "4"], "snapkv|SnapKV"),
-        (["--budgets", "40,40"], "named twice"),
+        (["--methods", "h2o+h2o", "--budgets", "40"], "named twice"),
         (["--methods", "snapvk"], "did you mean"),
         (["--depths", "1"], "--depths must be at least 2"),
     ]:

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import pod
 from pod import eviction
-from pod.evaluation import memory
+from pod.evaluation import command, memory
 from pod.shape import KNOWN_CONFIGS, Shape
 
 CONFIG = {
@@ -150,14 +150,14 @@ def test_script(tmp_path, capsys):
     assert memory_script.main([*arguments, "--out", str(tmp_path / "out")]) == 0
     result = json.loads((tmp_path / "out" / "memory.json").read_text())
     assert list(result["rows"]) == [
-        "dense, lean", "PoD, lean", "PoD + SnapKV(12), lean", "dense, whole logits", "PoD, whole logits"
+        "dense, lean", "PoD, lean", "PoD + snapkv:budget=12,window=4, lean", "dense, whole logits", "PoD, whole logits"
     ]  # fmt: skip
     assert result["reserved"] == 0 and result["device"] == "CPU" and "published" not in result
     for row in result["rows"].values():
         for cell in row["cells"]:
             assert cell["batch"] == pytest.approx(cell["measured"], rel=0.15) and cell["batch"] > 5
     text = (tmp_path / "out" / "memory.md").read_text()
-    assert "| PoD + SnapKV(12), lean " in text and "in brackets measured" in text
+    assert "| PoD + snapkv:budget=12,window=4, lean " in text and "in brackets measured" in text
     assert text.splitlines()[0] in capsys.readouterr().out
     assert (tmp_path / "out" / "memory.png").stat().st_size > 5000
 
@@ -182,9 +182,59 @@ def test_script_for_the_papers_model(tmp_path, capsys):
         (["--model", "llama3-8b", "--memory", "80XB"], "80XB"),
         (["--model", "llama3-8b", "--lengths", "0"], "at least 1"),
         (["--model", "llama3-8b", "--kv-saving", "0.6"], "0.484"),
-        (["--model", "llama3-8b", "--eviction", "snapkw:budget=9"], "snapkv"),
+        (["--model", "llama3-8b", "--eviction", "snapkv:budget=40"], "budget (40 tokens) is below the 48 that are"),
+        (["--model", "llama3-8b", "--eviction", "streamingllm:budget=10"], "larger than the model's sink_size of 16"),
+        (["--model", "llama3-8b", "--eviction", "h2o:budget=64+h2o:budget=64"], "h2o:budget=64 is named twice"),
+        (["--model", "llama3-8b", "--sinks", "-5"], "sink_size must be >= 0 tokens, got -5"),
+        (["--model", "llama3-8b", "--recent", "0"], "recent_size must be >= 1 token"),
     ],
 )
 def test_script_refuses_clearly(arguments, message, capsys, tmp_path):
     assert memory_script.main([*arguments, "--out", str(tmp_path)]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_rows_of_one_method_and_budget_have_their_own_names(tmp_path, capsys):
+    arguments = ["--model", "llama3-8b", "--lengths", "8192", "--out", str(tmp_path)]
+    assert memory_script.main([*arguments, "--eviction", "snapkv:budget=4096+snapkv:budget=4096,window=16"]) == 0
+    rows = json.loads((tmp_path / "memory.json").read_text())["rows"]
+    assert [name for name in rows if "snapkv" in name] == [
+        "PoD + snapkv:budget=4096, lean", "PoD + snapkv:budget=4096,window=16, lean",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "phi3", "qwen2", "qwen3"])
+def test_every_family_can_be_measured(family, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"model_type": family, "sliding_window": None}))
+    arguments = ["--model", str(tmp_path), "--memory", "600KB", "--lengths", "16", "--output", "1", "--sinks", "2"]
+    arguments += ["--recent", "6", "--dtype", "float32", "--measure", "--out", str(tmp_path / "out")]
+    assert memory_script.main(arguments) == 0
+    for row in json.loads((tmp_path / "out" / "memory.json").read_text())["rows"].values():
+        (cell,) = row["cells"]
+        # Phi-3's two merged projections of the MLP stand beside their product for a moment.
+        assert cell["batch"] == pytest.approx(cell["measured"], rel=0.2) and cell["batch"] > 5
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[1, 2]", r"expected a JSON object, the config of a model, got [1, 2]"),
+        ("{", "not JSON"),
+        ("{}", "model_type None is none of llama, mistral"),
+        (json.dumps(CONFIG | {"model_type": 3}), "model_type 3 is none of"),
+        (json.dumps(CONFIG | {"hidden_size": "32"}), "hidden_size"),
+        (json.dumps(CONFIG | {"num_attention_heads": 0}), "a field is missing or wrong"),
+    ],
+)
+def test_a_config_that_is_none_is_named(content, message, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(content)
+    assert memory_script.main(["--model", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert f"{tmp_path}/config.json" in error and message in error
+
+
+def test_lengths_that_are_no_numbers(capsys):
+    with pytest.raises(SystemExit):
+        memory_script.main(["--model", "llama3-8b", "--lengths", "a,b"])
+    assert "'a,b' is not of whole numbers, comma-separated, such as 256,512" in capsys.readouterr().err
+    assert command.numbers("512,256,512") == [512, 256]
