@@ -13,6 +13,7 @@ laid out as --out itself, and a table compares them (`comparison.md`).
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -77,7 +78,10 @@ def compare(scores: dict[str, dict], out: Path) -> None:
 
 def score_only(options: argparse.Namespace, named: bool) -> None:
     tasks = longbench.resolve_tasks(options.tasks if named else longbench.GROUPS["all"] + longbench.GROUPS["e"])
-    rows = {task: list(runner.Predictions(options.out, task).read().values()) for task in tasks}
+    rows = {}
+    for task in tasks:
+        check = partial(longbench.check_prediction, task=task)
+        rows[task] = list(runner.Predictions(options.out, task).read(check).values())
     missing = [task for task in tasks if not rows[task]]
     if missing and (named or len(missing) == len(tasks)):
         raise ValueError(f"--out {options.out}: no predictions of {', '.join(missing)}")

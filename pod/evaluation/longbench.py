@@ -7,7 +7,7 @@ a blank changes, so their odd spellings and their trailing newlines stay.
 import io
 import json
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -185,22 +185,44 @@ def load_samples(data: str, task: str) -> list[dict[str, Any]]:
             raise ValueError(f"{place}: broken JSON: {error}") from error
         if not isinstance(sample, dict):
             raise ValueError(f"{place}: expected a JSON object with the fields {', '.join(FIELDS)}")
-        for name, types in FIELDS.items():
-            wanted = " or ".join(_TYPE_NAMES[kind] for kind in types)
-            if name not in sample:
-                raise ValueError(f"{place}: field {name!r} ({wanted}) is missing")
-            value = sample[name]
-            right = isinstance(value, types) and not isinstance(value, bool)
-            if not right or (isinstance(value, list) and not all(isinstance(item, str) for item in value)):
-                raise ValueError(f"{place}: field {name!r} must be {wanted}, got {str(value)[:60]!r}")
-        if metrics.METRIC_OF[task.removesuffix("_e")] == "classification" and not sample["all_classes"]:
-            raise ValueError(
-                f"{place}: field 'all_classes' must name the classes of {task}, got {sample['all_classes']}"
-            )
+        _check_fields(place, sample, task, FIELDS)
         samples.append(sample)
     if not samples:
         raise ValueError(f"{data}: {task}.jsonl has no samples")
     return samples
+
+
+def check_prediction(place: str, row: dict[str, Any], task: str) -> None:
+    """Refuse a prediction that cannot be scored, be it ours or of the authors' scripts.
+
+    Args:
+        place: file:line.
+        row: `{"pred", "answers", "all_classes"}`, and "length" in a LongBench-E set.
+        task: one of `TASKS`.
+
+    Raises:
+        ValueError: a field is missing or has a wrong type or value; names the place and the field.
+    """
+    _check_fields(place, row, task, ["answers", "all_classes", *(["length"] if task.endswith("_e") else [])])
+
+
+def _check_fields(place: str, line: dict[str, Any], task: str, names: Iterable[str]) -> None:
+    """Refuse a line of a set whose fields are not what `FIELDS` and the set's metric say."""
+    metric = metrics.METRIC_OF[task.removesuffix("_e")]
+    for name in names:
+        types = FIELDS[name]
+        wanted = " or ".join(_TYPE_NAMES[kind] for kind in types)
+        if name not in line:
+            raise ValueError(f"{place}: field {name!r} ({wanted}) is missing")
+        value = line[name]
+        right = isinstance(value, types) and not isinstance(value, bool)
+        if not right or (isinstance(value, list) and not all(isinstance(item, str) for item in value)):
+            raise ValueError(f"{place}: field {name!r} must be {wanted}, got {str(value)[:60]!r}")
+    if metric == "classification" and not line["all_classes"]:
+        raise ValueError(f"{place}: field 'all_classes' must name the classes of {task}, got {line['all_classes']}")
+    for answer in line["answers"] if metric == "retrieval" else []:
+        if metrics.PARAGRAPH.search(answer) is None:
+            raise ValueError(f"{place}: field 'answers' of {task} must read 'Paragraph 7' or '段落7', got {answer!r}")
 
 
 def _lines(data: str, task: str) -> Iterator[tuple[str, str]]:

@@ -37,6 +37,7 @@ LENGTH_BUCKETS = ("0-4k", "4-8k", "8k+")
 # and those of the scoring script leave this many steps (measured with Python 3.11 on frames nested as theirs are).
 TRACEBACK_STEPS = 990
 
+PARAGRAPH = re.compile(r"(?:Paragraph |段落)(\d+)")  # the answers of retrieval sets
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 # The opening bracket U+300A is missing from the authors' list, its closing one is there.
@@ -271,7 +272,7 @@ def retrieval(prediction: str, answer: str) -> float:
     Raises:
         ValueError: the answer names no paragraph.
     """
-    wanted = re.search(r"(?:Paragraph |段落)(\d+)", answer)
+    wanted = PARAGRAPH.search(answer)
     if wanted is None:
         raise ValueError(f"the answer of a retrieval set must read 'Paragraph 7' or '段落7', got {answer!r}")
     return count(prediction, wanted[1])

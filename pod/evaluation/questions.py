@@ -10,10 +10,17 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Questions:
-    """Questions over documents: (question, answers, numbers of its documents, numbers of documents near to them)."""
+    """Questions over documents, of a file.
+
+    Attributes:
+        items: (question, answers, numbers of its documents, numbers of documents near to them).
+        documents: all of them.
+        path: the file.
+    """
 
     items: list[tuple[str, list[str], list[int], list[int]]]
     documents: list[str]
+    path: str
 
 
 def read_squad(path: str | Path) -> Questions:
@@ -62,7 +69,7 @@ def _questions(path: str | Path, items: list, numbers: dict[str, int]) -> Questi
     items = [item for item in items if item[1]]
     if not items:
         raise ValueError(f"{path}: no question with an answer")
-    return Questions(items, list(numbers))
+    return Questions(items, list(numbers), str(path))
 
 
 def _read_json(path: str | Path) -> Any:

@@ -293,7 +293,12 @@ def _question_answering(draw: random.Random, size: int, setting: Setting) -> Mad
     far = [number for number in range(len(questions.documents)) if number not in taken]
     draw.shuffle(far)
     others, left = [], size
-    while left > 0 and (near or far):
+    if size and not any(map(questions.documents.__getitem__, near + far)):
+        raise ValueError(
+            f"{questions.path}: the question {query[:60]!r} has no other documents to stand among, so no prompt of "
+            f"{setting.length} tokens can be made: give the whole file, or shorter --lengths"
+        )
+    while left > 0:
         for number in near + far:
             words = questions.documents[number].split(" ")
             others.append(" ".join(words[:left]))

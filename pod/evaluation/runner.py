@@ -66,8 +66,11 @@ class Predictions:
         self._cut = False
         self.part = self.folder / f"{name}.part{process()[0] if rank is None else rank}.jsonl"
 
-    def read(self) -> dict[str, dict[str, Any]]:
+    def read(self, check: Callable[[str, dict[str, Any]], None] | None = None) -> dict[str, dict[str, Any]]:
         """key -> {"key", "pred", ...}, of all processes; a line that a kill cut short is left out.
+
+        Args:
+            check: ("file:line", row), raises where there is something wrong with a row.
 
         Raises:
             ValueError: a line is broken, with file and line.
@@ -76,6 +79,8 @@ class Predictions:
         # Parts first: another process may merge them meanwhile, and then the merged file, read last, has them.
         for path in [*sorted(self.folder.glob(f"{self.name}.part*.jsonl")), self.path]:
             for number, row in enumerate(_read_lines(path), start=1):
+                if check is not None:
+                    check(f"{path}:{number}", row)
                 # The authors' own prediction files have no key: their order stands for it.
                 found.setdefault(str(row.get("key", number - 1)), row)
         return found

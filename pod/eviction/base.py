@@ -84,9 +84,7 @@ class Eviction(ABC):
     per_layer: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        hints = get_type_hints(type(self))
-        for one in fields(self):
-            _check_type(type(self).__name__, one.name, getattr(self, one.name), hints[one.name])
+        check_types(self)
         if self.budget < 1:
             raise ValueError(f"{type(self).__name__}: budget must be at least 1 token, got {self.budget}")
         if self.budget < self.protected:
@@ -173,9 +171,16 @@ def accepted_types(hint: type | types.UnionType) -> tuple[type, ...]:
     return get_args(hint) if get_origin(hint) is types.UnionType else (hint,)
 
 
-def _check_type(method: str, name: str, value: object, hint: type | types.UnionType) -> None:
-    accepted = accepted_types(hint)
-    fits = isinstance(value, (*accepted, int) if float in accepted else accepted)
-    if not fits or (isinstance(value, bool) and bool not in accepted):
-        names = " or ".join("None" if one is types.NoneType else one.__name__ for one in accepted)
-        raise ValueError(f"{method}: {name} must be {names}, got {value!r}")
+def check_types(method: object) -> None:
+    """Refuse hyper-parameters, the fields of a dataclass, of another type than they are declared with.
+
+    Raises:
+        ValueError: names the method, the field and the value.
+    """
+    hints = get_type_hints(type(method))
+    for one in fields(method):
+        value, accepted = getattr(method, one.name), accepted_types(hints[one.name])
+        fits = isinstance(value, (*accepted, int) if float in accepted else accepted)
+        if not fits or (isinstance(value, bool) and bool not in accepted):
+            names = " or ".join("None" if kind is types.NoneType else kind.__name__ for kind in accepted)
+            raise ValueError(f"{type(method).__name__}: {one.name} must be {names}, got {value!r}")

@@ -6,6 +6,7 @@ from typing import ClassVar
 from transformers.configuration_utils import PreTrainedConfig
 
 from pod.blocks import LayerBlocks
+from pod.eviction.base import check_types
 from pod.eviction.slots import Scoring, SlotStore
 from pod.eviction.storage import StoragePolicy, check_policy
 from pod_kernels.cascade import Cascades
@@ -44,6 +45,7 @@ class Cascade(StoragePolicy):
     positions: ClassVar[str] = "cache"
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.budget < 1:
             raise ValueError(f"budget must be at least 1 token, got {self.budget}")
         if self.sinks < 0:

@@ -13,12 +13,12 @@ class Combined(Eviction):
     """The scores of one method under the allocation of another, as CAKE's paper puts H2O and SnapKV under its own.
 
     Args:
-        budget: that of both.
+        budget: that of both, as is `query_aware`.
         scorer: gives scores, what is always kept, and when.
         allocator: gives preferences and counts.
 
     Raises:
-        ValueError: the budgets differ, or they always keep different numbers of last tokens.
+        ValueError: the budgets or `query_aware` differ, or they always keep different numbers of last tokens.
     """
 
     scorer: Eviction
@@ -29,6 +29,11 @@ class Combined(Eviction):
         for part in (self.scorer, self.allocator):
             if part.budget != self.budget:
                 raise ValueError(f"Combined: budget is {self.budget} but {type(part).__name__} has {part.budget}")
+            if part.query_aware != self.query_aware:
+                raise ValueError(
+                    f"Combined: query_aware is {self.query_aware} but {type(part).__name__} has {part.query_aware}: "
+                    "give all three the same"
+                )
         if self.scorer.protected != self.allocator.protected:
             raise ValueError(
                 f"Combined: {type(self.scorer).__name__} always keeps {self.scorer.protected} last tokens and "

@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
 
 from pod.blocks import LayerBlocks
+from pod.eviction.base import check_types
 from pod.eviction.storage import StoragePolicy
 from pod_kernels.pages import page_bounds
 
@@ -38,6 +39,7 @@ class Quest(StoragePolicy):
     dense_layers: int = 2
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.page_size < 1:
             raise ValueError(f"page_size must be at least 1 token, got {self.page_size}")
         if self.budget < self.page_size:

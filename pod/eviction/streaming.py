@@ -7,6 +7,7 @@ from typing import ClassVar
 from transformers.configuration_utils import PreTrainedConfig
 
 from pod.blocks import LayerBlocks
+from pod.eviction.base import check_types
 from pod.eviction.slots import SlotStore
 from pod.eviction.storage import StoragePolicy, check_policy
 from pod_kernels.cascade import Cascades
@@ -33,6 +34,7 @@ class StreamingLLM(StoragePolicy):
     stride: int = 4096
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.sinks < 0:
             raise ValueError(f"sinks must be >= 0 tokens, got {self.sinks}")
         if self.budget <= self.sinks:

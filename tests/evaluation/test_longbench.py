@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,11 +26,11 @@ from pod.evaluation.runner import Predictions, Request, predict
 def sample(task: str, index: int, words: int = 10) -> dict:
     """A line as the benchmark's files have it."""
     context = " ".join(f"word{(index * 7 + number) % 50}" for number in range(words))
-    answer = "Paragraph 3" if task.startswith("passage_retrieval") else f"word{index}"
+    answers = ["Paragraph 3"] if task.startswith("passage_retrieval") else [f"word{index}", "other"]
     return {
         "input": f"Question {index}?",
         "context": context,
-        "answers": [answer, "other"],
+        "answers": answers,
         "length": (1000, 5000, 9000)[index % 3],
         "dataset": task,
         "language": "en",
@@ -490,3 +491,30 @@ def test_killed_and_resumed_by_two_processes_equals_one_process(name, request, t
         assert keys == [str(index) for index in range(12)]
     assert (cut / "scores.json").read_text() == (whole / "scores.json").read_text()
     assert not list(cut.glob("*.part*"))
+
+
+@pytest.mark.parametrize(
+    ("task", "change", "message"),
+    [
+        ("hotpotqa", {"answers": "Paris"}, "field 'answers' must be a list of texts, got 'Paris'"),
+        ("hotpotqa", {"answers": ["a", 3]}, "field 'answers' must be a list of texts"),
+        ("hotpotqa", {"answers": None}, "field 'answers' must be a list of texts"),
+        ("trec", {"all_classes": None}, "field 'all_classes' must name the classes of trec"),
+        ("trec", {"all_classes": "word1"}, "field 'all_classes' must be a list of texts or null"),
+        ("hotpotqa_e", {"length": "long"}, "field 'length' must be a whole number"),
+        ("passage_retrieval_en", {"answers": ["3"]}, "field 'answers' of passage_retrieval_en must read 'Paragraph 7'"),
+    ],
+)
+def test_wrong_fields_are_found_when_loading_and_in_predictions(task, change, message, tmp_path, capsys):
+    good = sample(task, 0)
+    path = tmp_path / f"{task}.jsonl"
+    path.write_text(json.dumps(good) + "\n" + json.dumps(sample(task, 1) | change) + "\n")
+    with pytest.raises(ValueError, match=re.escape(f"{path}:2: {message}")):
+        longbench.load_samples(str(tmp_path), task)
+    rows = [{name: row[name] for name in ("answers", "all_classes", "length")} for row in (good, good | change)]
+    path.write_text("".join(json.dumps({"pred": "3"} | row) + "\n" for row in rows))
+    command = script("eval/longbench.py")
+    assert command.main(["--out", str(tmp_path), "--score-only", "--tasks", task]) == 2
+    assert f"{path}:2: {message}" in capsys.readouterr().err
+    path.write_text(json.dumps({"pred": "3"} | rows[0]) + "\n")
+    assert command.main(["--out", str(tmp_path), "--score-only", "--tasks", task]) == 0

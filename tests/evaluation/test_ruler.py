@@ -285,6 +285,20 @@ def test_questions_over_documents(words, tmp_path):
     assert [request.text for request in make(words, "qa_1", 600, 25, source=squad)][24].endswith("of 0-0? Answer:")
 
 
+def test_documents_that_run_out_are_named(words, tmp_path):
+    path = tmp_path / "small.json"
+    documents = [["Title", ["One sentence. "]], ["Other", ["Two. "]]]
+    path.write_text(json.dumps([{"question": "Why?", "answer": "So.", "context": documents}]))
+    source = questions.read_hotpotqa(path)
+    with pytest.raises(ValueError, match=r"small\.json: the question 'Why\?' has no other documents.*of 4096 tokens"):
+        make(words, "qa_2", 4096, source=source)
+    setting = ruler_tasks.Setting(0, 0, 0, lambda text: 0, source)
+    alone = TASKS["qa_2"].make(random.Random(0), 0, setting)
+    room = len(words(alone.context + alone.question + alone.prefix)["input_ids"])
+    (request,) = make(words, "qa_2", room + 32, source=source)
+    assert request.record["tokens"] == room + 32, "where its own documents fill the prompt nothing is missing"
+
+
 @pytest.mark.parametrize(
     ("read", "content", "message"),
     [

@@ -20,7 +20,8 @@ class Simulation:
     """Runs beside a cache: records what `attend` is given, and evicts by itself."""
 
     def __init__(self, cache, method, config) -> None:
-        self.method, self.config = method, config
+        self.method, self.config = getattr(method, "scorer", method), config  # of a Combined, its scores
+        self.allocator = getattr(method, "allocator", method)
         self.anchors = config.blocks.anchors.tolist()
         self.num_layers, self.num_heads = len(self.anchors), len(self.anchors[0])
         self.groups = config.num_attention_heads // config.num_key_value_heads
@@ -152,7 +153,7 @@ class Simulation:
 
     def preference(self, row: int, layer: int, attention: dict) -> float:
         """Eq. 6 over the layer's anchor heads, tokens before the window only."""
-        method = self.method
+        method = self.allocator
         entropy = shift = 0.0
         lines = [
             [heads[member] for heads in theirs[-method.window :]]
@@ -177,19 +178,19 @@ class Simulation:
             return
         attention = {unit: self.attention(unit, queries[unit]) for unit in queries}
         scores = {unit: self.scores(unit, attention[unit], False, attention) for unit in attention}
-        counts = {unit: self.method.budget for unit in attention}
-        threshold = self.method.budget
-        if isinstance(self.method, CAKE):
-            threshold += self.method.window
+        counts = {unit: self.allocator.budget for unit in attention}
+        threshold = self.allocator.budget
+        if isinstance(self.allocator, CAKE):
+            threshold += self.allocator.window
             for row in self.seen:
                 if self.seen[row] > threshold:
                     for head in range(self.num_heads):
                         counts.update(self.shares(row, head, attention))
         for row in self.seen:
-            if self.seen[row] > threshold and isinstance(self.method, PyramidKV):
+            if self.seen[row] > threshold and isinstance(self.allocator, PyramidKV):
                 for head in range(self.num_heads):
                     counts.update(self.pyramid(row, head))
-            if self.seen[row] > threshold and isinstance(self.method, AdaKV):
+            if self.seen[row] > threshold and isinstance(self.allocator, AdaKV):
                 for layer in range(self.num_layers):
                     counts.update(self.competition(row, layer, scores))
         self.counts.update(counts)
@@ -245,7 +246,7 @@ class Simulation:
 
     def pyramid(self, row: int, head: int) -> dict:
         """A staircase down the layers; a block keeps its layers' mean."""
-        method = self.method
+        method = self.allocator
         mean, prefix = method.budget - method.window, self.seen[row] - method.window
         blocks = sorted({line[head] for line in self.anchors})
         if self.seen[row] < 2 * mean:
@@ -273,7 +274,7 @@ class Simulation:
 
     def competition(self, row: int, layer: int, scores: dict) -> dict:
         """Heads anchored in a layer, those of equally large blocks against each other."""
-        method, counts = self.method, {}
+        method, counts = self.allocator, {}
         heads = [head for head in range(self.num_heads) if self.anchors[layer][head] == layer]
         for size in {self.size(layer, head) for head in heads}:
             rivals = [head for head in heads if self.size(layer, head) == size]
@@ -311,9 +312,9 @@ class Simulation:
     def shares(self, row: int, head: int, attention: dict) -> dict:
         """Counts of one KV head's blocks: Eq. 7 over all layers, never more than an earlier stage left."""
         blocks = sorted({line[head] for line in self.anchors})
-        always = [self.sinks(anchor, head) + self.method.window for anchor in blocks]
+        always = [self.sinks(anchor, head) + self.allocator.window for anchor in blocks]
         sizes = [self.size(anchor, head) for anchor in blocks]
-        total = sum(size * (self.method.budget - kept) for size, kept in zip(sizes, always, strict=True))
+        total = sum(size * (self.allocator.budget - kept) for size, kept in zip(sizes, always, strict=True))
         preferences = [self.preference(row, anchor, attention) for anchor in blocks]
         room = [len(self.held[row, anchor, head]) - kept for anchor, kept in zip(blocks, always, strict=True)]
         for stage in range(1, len(blocks) + 1):

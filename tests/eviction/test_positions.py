@@ -26,6 +26,24 @@ METHODS = {
     "cake": lambda budget, window: CAKE(budget, window=max(2, window), kernel_size=3),
     "cake-even": lambda budget, window: CAKE(budget, window=max(2, window), gamma=0.0, tau1=1.0, tau2=1.0),
 }
+COMBINED = {  # scorer, allocator
+    "h2o-by-cake": lambda budget, window, **aware: (
+        H2O(budget, recent=max(2, window), **aware),
+        CAKE(budget, window=max(2, window), kernel_size=3, **aware),
+    ),
+    "snapkv-by-cake": lambda budget, window, **aware: (
+        SnapKV(budget, window=max(2, window), kernel_size=3, **aware),
+        CAKE(budget, window=max(2, window), **aware),
+    ),
+    "cake-by-pyramidkv": lambda budget, window, **aware: (
+        CAKE(budget, window=max(2, window), kernel_size=3, **aware),
+        PyramidKV(budget, window=max(2, window), beta=2, **aware),
+    ),
+    "h2o-by-adakv": lambda budget, window, **aware: (
+        H2O(budget, recent=window, **aware),
+        AdaKV(budget, window=window, alpha=0.5, **aware),
+    ),
+}
 
 
 def assert_same(cache: pod.PodCache, simulation: Simulation) -> None:
@@ -43,7 +61,7 @@ def mask_for(mask, more: int):
 
 
 @pytest.mark.parametrize("anchors", [SMALL[:2], SMALL, ((0, 0), (1, 1))], ids=["mixed", "blocks", "dense"])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [*METHODS, *COMBINED])
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_positions_equal_the_simulation(name, anchors, data):
@@ -54,8 +72,11 @@ def test_positions_equal_the_simulation(name, anchors, data):
     turn = data.draw(st.integers(2, 7), label="turn")
     max_length = data.draw(st.sampled_from([None, 60]), label="max_length")
     aware = data.draw(st.sampled_from([True, True, False]), label="query_aware")
-    method = METHODS[name](budget, window)
-    method = type(method)(**{**method.__dict__, "query_aware": aware})
+    if name in COMBINED:
+        method = Combined(budget, *COMBINED[name](budget, window, query_aware=aware), query_aware=aware)
+    else:
+        method = METHODS[name](budget, window)
+        method = type(method)(**{**method.__dict__, "query_aware": aware})
     model = build(anchors=anchors, sinks=3, recent=5)
     cache = pod.PodCache(model.config, max_length=max_length, eviction=method)
     simulation = Simulation(cache, method, model.config)
@@ -145,6 +166,14 @@ def test_sage_takes_the_paper_sizes():
     assert SageKV(16).chosen_per_head(16) == 0 and SageKV(16).protected_with(16) == 12
     with pytest.raises(ValueError, match="SageKV: budget must be at least 4 tokens"):
         SageKV(3)
+
+
+@pytest.mark.parametrize("wrong", range(3))
+def test_parts_must_agree_on_query_aware(wrong):
+    aware = [part != wrong for part in range(3)]
+    with pytest.raises(ValueError, match="query_aware is .* but .* has .*: give all three"):
+        scorer, allocator = SnapKV(16, window=4, query_aware=aware[0]), CAKE(16, window=4, query_aware=aware[1])
+        Combined(16, scorer, allocator, query_aware=aware[2])
 
 
 @pytest.mark.parametrize("scorer", [H2O(16, recent=4), SnapKV(16, window=4)], ids=["h2o", "snapkv"])

@@ -8,7 +8,23 @@ import torch
 from test_cache import ANCHORS, DENSE, assert_close, build, fed, greedy, left_padded, recomputed, tokens
 
 import pod
-from pod.eviction import CAKE, H2O, METHODS, TOVA, AdaKV, Eviction, Observation, PyramidKV, SageKV, Sharing, SnapKV
+from pod.eviction import (
+    CAKE,
+    H2O,
+    METHODS,
+    TOVA,
+    AdaKV,
+    Cascade,
+    Eviction,
+    LMInfinite,
+    Observation,
+    PyramidKV,
+    Quest,
+    SageKV,
+    Sharing,
+    SnapKV,
+    StreamingLLM,
+)
 from pod.eviction.cake import share_out
 from pod.eviction.decision import kept, lowest
 
@@ -376,6 +392,20 @@ def test_bad_methods_are_refused():
     for wrong in ({"budget": 0}, {"budget": 64.0}, {"budget": True}, {"budget": 64, "window": "4"}):
         with pytest.raises(ValueError, match="budget|window"):
             SnapKV(**wrong)
+    for method, wrong, message in [
+        (Cascade, {"budget": "64"}, "Cascade: budget must be int, got '64'"),
+        (Cascade, {"budget": 64.0}, "Cascade: budget must be int, got 64.0"),
+        (Cascade, {"budget": 64, "gamma": "x"}, "Cascade: gamma must be float, got 'x'"),
+        (Cascade, {"budget": 64, "head_reduction": 3}, "Cascade: head_reduction must be str, got 3"),
+        (StreamingLLM, {"budget": 16.5}, "StreamingLLM: budget must be int, got 16.5"),
+        (StreamingLLM, {"budget": 16, "sinks": None}, "StreamingLLM: sinks must be int, got None"),
+        (StreamingLLM, {"budget": 16, "stride": True}, "StreamingLLM: stride must be int, got True"),
+        (LMInfinite, {"budget": 16, "sinks": "4"}, "LMInfinite: sinks must be int, got '4'"),
+        (Quest, {"budget": "64"}, "Quest: budget must be int, got '64'"),
+        (Quest, {"budget": 64, "page_size": 2.0}, "Quest: page_size must be int, got 2.0"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            method(**wrong)
     with pytest.raises(ValueError, match="pooling must be one of max, avg; got 'sum'"):
         SnapKV(64, pooling="sum")
     with pytest.raises(ValueError, match="kernel_size must be an odd number"):
@@ -410,7 +440,7 @@ def test_parse():
         ("snapkv:256", "not of the form parameter=value"),
         ("snapkv:budget=64,budget=65", "given twice"),
         ("h2o:budget=8,recent=x", "recent must be int or none"),
-        ("", "unknown eviction method"),
+        ("", "no method stands before or after a"),
     ):
         with pytest.raises(ValueError, match=message):
             pod.eviction.parse_all(text)
