@@ -72,7 +72,8 @@ class Rows:
             in_prefill: see `Step`.
 
         Raises:
-            ValueError: padding after a row's first token; names the row.
+            ValueError: padding that is not on the left of this forward, a row that has tokens and gets none, or a later
+                chunk of a prefill with padding; names the row.
         """
         column = torch.arange(count, device=self.lengths.device)
         positions, longest = self.lengths[:, None] + column, self.longest + count
@@ -81,12 +82,23 @@ class Rows:
         if mask is not None:
             real = mask.sum(dim=1)
             is_left_padded = (mask == (column >= count - real[:, None])).all(dim=1)
-            is_allowed = is_left_padded & ((self.lengths == 0) | (real == count))
+            # The window of a prefill's last queries is cut from its chunks: padding between them would be in it.
+            is_allowed = is_left_padded & ((self.lengths == 0) | (real == count) | ((real > 0) & (not in_prefill)))
             if not bool(is_allowed.all()):
                 row = int((~is_allowed).nonzero()[0])
+                if not is_left_padded[row]:
+                    raise ValueError(
+                        f"row {row} of attention_mask has padding after its first real token. The cache supports left "
+                        "padding only: set tokenizer.padding_side = 'left', or pass use_cache=False."
+                    )
+                if not real[row]:
+                    raise ValueError(
+                        f"row {row} of attention_mask is all padding in this forward, and the cache holds tokens of "
+                        "it: each row needs a token. Leave the row out with cache.batch_select_indices"
+                    )
                 raise ValueError(
-                    f"row {row} of attention_mask has padding after its first real token. The cache supports left "
-                    "padding only: set tokenizer.padding_side = 'left', or pass use_cache=False."
+                    f"row {row} of attention_mask has padding in a later chunk of one prefill: pad the prompts on the "
+                    "left of all chunks, or feed this one after cache.prefill() is closed"
                 )
             positions = (positions - (count - real[:, None])).masked_fill(~mask, -1)
             longest = int((self.lengths + real).max())

@@ -72,7 +72,7 @@ class CAKE(Eviction):
         return self.budget + self.window
 
     def score(self, seen: Observation) -> Tensor:
-        indicator = seen.sums() / seen.count
+        indicator = seen.means()
         if not seen.decoding:
             indicator = indicator + self.gamma * seen.variances()
         return seen.pooled(indicator, self.window, self.kernel_size, "avg").mean(dim=2)

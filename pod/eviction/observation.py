@@ -28,6 +28,7 @@ class Observation:
         newest: [B] int64, the position of each row's newest token.
         in_order: slots are in order of position (empty ones at either end).
         decoding: one new token, after a prefill.
+        asked: [B] int64, how many of the queries are no padding; None where all are.
     """
 
     weights: Tensor
@@ -35,6 +36,7 @@ class Observation:
     newest: Tensor
     in_order: bool
     decoding: bool
+    asked: Tensor | None = None
 
     @property
     def count(self) -> int:
@@ -45,8 +47,25 @@ class Observation:
         """[B, A, G, N] the weights' sum over the queries."""
         return self.weights.sum(dim=3)
 
+    def means(self) -> Tensor:
+        """[B, A, G, N] the weights' mean over the queries that are no padding."""
+        if self.asked is None:
+            return self.sums() / self.count
+        return self.sums() / self.asked.clamp(min=1)[:, None, None, None]
+
     def variances(self) -> Tensor:
-        """[B, A, G, N] the weights' unbiased variance over the queries, 0 for a single one."""
+        """[B, A, G, N] the weights' unbiased variance over the queries that are no padding, 0 for a single one."""
+        spread = self._spread()
+        if self.asked is None:
+            return spread
+        # Padding's weights are 0: they are in the mean that the spread is around, and in no sum of squares.
+        count, asked, sums = self.count, self.asked[:, None, None, None], self.sums()
+        squares = spread * (count - 1) + sums.square() / count
+        own = (squares - sums.square() / asked.clamp(min=1)).clamp(min=0) / (asked - 1).clamp(min=1)
+        return torch.where(asked == count, spread, own * (asked > 1))
+
+    def _spread(self) -> Tensor:
+        """[B, A, G, N] the variance with padding counted as queries."""
         return self.weights.var(dim=3) if self.count > 1 else torch.zeros_like(self.weights[..., 0, :])
 
     def entropies(self) -> Tensor:
@@ -103,6 +122,7 @@ class SeenByKernels(Observation):
         self._given = queries, keys, positions.transpose(0, 1), query_positions, scale
         self.positions, self.newest = positions, newest
         self.in_order, self.decoding = True, False
+        self.asked = (query_positions >= 0).sum(dim=1)
         self._columns: tuple[Tensor | None, ...] = (None,)
 
     @cached_property
@@ -116,7 +136,7 @@ class SeenByKernels(Observation):
     def sums(self) -> Tensor:
         return self._column(0)
 
-    def variances(self) -> Tensor:
+    def _spread(self) -> Tensor:
         return self._column(1)
 
     def entropies(self) -> Tensor:
@@ -137,4 +157,5 @@ def observe(
     if runs_triton(keys):
         return SeenByKernels(queries, query_positions, keys, positions, newest, scale)
     weights = attention_weights(queries, keys, positions.transpose(0, 1), query_positions, scale)
-    return Observation(weights.transpose(0, 1), positions, newest, in_order=True, decoding=False)
+    asked = (query_positions >= 0).sum(dim=1)
+    return Observation(weights.transpose(0, 1), positions, newest, in_order=True, decoding=False, asked=asked)
