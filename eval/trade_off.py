@@ -145,6 +145,21 @@ def measure(
     }
 
 
+def read_points(path: Path) -> dict[tuple[str, str], dict]:
+    """(checkpoint, eviction method) -> what an earlier run measured; nothing where there was none.
+
+    Raises:
+        ValueError: the file is not what `run` writes.
+    """
+    if not path.exists():
+        return {}
+    content = read_json(path)
+    points = content.get("points") if isinstance(content, dict) else None
+    if not isinstance(points, list) or not all(isinstance(p, dict) and {"ckpt", "eviction"} <= set(p) for p in points):
+        raise ValueError(f"{path}: not the points of an earlier run: choose another --out, or remove the file")
+    return {(point["ckpt"], point["eviction"]): point for point in points}
+
+
 def run(options: argparse.Namespace) -> list[dict]:
     """Measure what is not there yet, and write all; returns the points asked for.
 
@@ -159,10 +174,8 @@ def run(options: argparse.Namespace) -> list[dict]:
     runner.check_settings(options.out, settings)
     loaded = {ckpt: models.load(ckpt) for ckpt in options.ckpt}
     wanted = planned({ckpt: one for ckpt, (one, _) in loaded.items()}, options.methods, options.budgets)
-    runner.settle(options.out, settings)
     path = options.out / "trade_off.json"
-    points = read_json(path)["points"] if path.exists() else []
-    done = {(point["ckpt"], point["eviction"]): point for point in points}
+    done = read_points(path)
     rows = []
     with tqdm(wanted, desc="points", unit=" points") as bar:
         for ckpt, method, budget, variant in bar:
@@ -171,6 +184,7 @@ def run(options: argparse.Namespace) -> list[dict]:
                 label = label_of(ckpt, variant.name)
                 found = measure(variant.model, loaded[ckpt][1], text, variant.method, options, label)
                 done[key] = {"ckpt": ckpt, "eviction": variant.name, **found}
+                runner.settle(options.out, settings)
                 report.write_json(path, {"settings": settings, "points": list(done.values())})
             rows.append({**done[key], "method": method, "budget": budget})
     return rows

@@ -389,3 +389,16 @@ def test_the_trade_off_goes_on_where_it_was_killed(ckpt, dense_ckpt, text, tmp_p
         error = capsys.readouterr().err
         assert any(part in error for part in message.split("|")), error
     assert len(calls) == 12
+
+
+def test_a_typo_does_not_block_the_folder_of_a_trade_off(ckpt, text, tmp_path, capsys):
+    trade_off, out = script("eval/trade_off.py"), tmp_path / "out"
+    arguments = ["--ckpt", str(ckpt), "--text", str(text), "--out", str(out), "--methods", "h2o", "--budgets", "40"]
+    arguments += ["--depths", "2", "--samples", "1", "--texts", "1"]
+    assert trade_off.main([*arguments, "--length", "20"]) == 2
+    assert "length 20: the key lines and the question alone take" in capsys.readouterr().err
+    assert not list(out.iterdir())
+    for content in ("[1]", '{"points": 3}', '{"points": [[]]}', '{"points": [{"ckpt": "a"}]}'):
+        (out / "trade_off.json").write_text(content)
+        assert trade_off.main([*arguments, "--length", "150"]) == 2
+        assert "trade_off.json: not the points of an earlier run" in capsys.readouterr().err
