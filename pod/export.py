@@ -226,8 +226,8 @@ def model_card(
         name=name,
         kind=f"{config.model_type.removeprefix('pod_')} model",
         sharing=SHARING[config.share]
-        + ": install pod-attention and `import pod` before loading it; without that, transformers does not know the "
-        "model type."
+        + ": install the library from its repository (`pip install -e .` in a clone) and `import pod` before loading "
+        "it; without that, transformers does not know the model type."
         if shares
         else "Its layers share nothing: it is a plain model that transformers loads by itself.",
         imports="import pod  # registers the model type\n" if shares else "",
