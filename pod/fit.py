@@ -31,7 +31,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from pod.analyze import analyze
 from pod.blocks import LayerBlocks
-from pod.checkpoints import Checkpoints, SaveAtEnd, WholeFiles, resume_from
+from pod.checkpoints import Checkpoints, SaveAtEnd, TimeLimit, WholeFiles, resume_from
 from pod.data import PodDataModule
 from pod.files import check_writable, naming, replacing
 from pod.module import PodModule
@@ -187,7 +187,6 @@ def fit(recipe: Recipe) -> lightning.Trainer:
         precision=recipe.trainer.precision,
         max_steps=total,
         max_epochs=-1,
-        max_time=recipe.trainer.time_limit,
         accumulate_grad_batches=accumulation,
         gradient_clip_val=recipe.optimizer.gradient_clip,
         val_check_interval=recipe.trainer.validate_every * accumulation,
@@ -206,12 +205,14 @@ def fit(recipe: Recipe) -> lightning.Trainer:
                 mode="max",
                 save_top_k=recipe.trainer.keep_checkpoints,
                 every_n_train_steps=recipe.trainer.checkpoint_every,
+                save_on_train_epoch_end=True,  # else Lightning puts off that of an epoch's last step
                 enable_version_counter=False,  # a damaged one is written again, under its own name
             ),
             ModelCheckpoint(
                 out / "best", filename="{step}", monitor="val_loss", save_top_k=1, enable_version_counter=False
             ),
             SaveAtEnd(folder),
+            TimeLimit(recipe.trainer.time_limit),
             TQDMProgressBar(),
         ],
         default_root_dir=out,
