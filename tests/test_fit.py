@@ -463,6 +463,20 @@ def test_adapters_are_resumed_and_exported(trained, prepared, tmp_path, capsys):
         assert not torch.equal(found, pod.convert(base, merged.config.blocks, 2, 14)(ids, use_cache=False).logits)
 
 
+def test_the_rope_base_of_a_model_from_scratch(few, tmp_path):
+    """`model.rope_theta` wins over the config's, in training and in the export; a config's own is not forgotten."""
+    keys = ["model.config.rope_parameters={rope_type: default, rope_theta: 5000.0}", "trainer.max_steps=1"]
+    for name, rope, wanted in (("own", "null", 5000.0), ("raised", "70000", 70000.0)):
+        fit(load_recipe(by_steps(tmp_path, few, *keys, f"model.rope_theta={rope}", f"output={tmp_path / name}")))
+        module = PodModule.load_from_checkpoint(tmp_path / name / "steps" / "step=1.ckpt")
+        module.configure_model()
+        frequencies = module.model.model.rotary_emb.inv_freq
+        torch.testing.assert_close(frequencies, wanted ** -(torch.arange(0, 8, 2) / 8))
+        model = AutoModelForCausalLM.from_pretrained(export(tmp_path / name, tmp_path / name / "export"))
+        assert model.config.rope_parameters["rope_theta"] == wanted
+        assert torch.equal(model.model.rotary_emb.inv_freq, frequencies)
+
+
 def test_a_failed_export_leaves_nothing(trained, tmp_path, monkeypatch):
     def fail(model, folder):
         raise OSError("no space left on device")
