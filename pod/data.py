@@ -210,11 +210,11 @@ class PodDataModule(LightningDataModule):
         self._loader = None
 
     def _sampler(self) -> ResumableSampler:
-        trainer = self.trainer
+        trainer, dataset = self.trainer, PreparedDataset(self.prepared, "train")
         share = (trainer.distributed_sampler_kwargs if trainer is not None else None) or {}
         try:
             return ResumableSampler(
-                PreparedDataset(self.prepared, "train"),
+                dataset,
                 micro_batch_size=self.micro_batch_size,
                 num_replicas=share.get("num_replicas", 1),
                 rank=share.get("rank", 0),
