@@ -22,7 +22,8 @@ from pod.prepared import PreparedData, PreparedDataset
 from pod.recipe import Recipe, output_folder
 from pod.recipe_loading import main_recipe
 from pod.similarity import attention_similarity, plot_similarity
-from pod.stock import load_stock
+from pod.stock import first_config, load_stock
+from pod.tokenizer import check_vocabulary
 
 
 def analyze(recipe: Recipe) -> LayerBlocks:
@@ -44,6 +45,7 @@ def analyze(recipe: Recipe) -> LayerBlocks:
     out = output_folder(recipe)
     check_writable(out)
     dataset = PreparedDataset(recipe.data.path, "train")
+    check_vocabulary(dataset.data, first_config(recipe.model.base, None).vocab_size)
     count = min(recipe.blocks.samples, len(dataset))
     # Spread over the whole set; each index gives the same sample on every machine.
     chosen = torch.linspace(0, len(dataset) - 1, count).long().tolist()

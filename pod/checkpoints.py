@@ -12,7 +12,7 @@ from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, Timer
 from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -141,6 +141,20 @@ class WholeFiles(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         with replacing(path) as aside, open(aside, "wb") as file:
             torch.save(checkpoint, file)
+
+
+class TimeLimit(Timer):
+    """Lightning's, which asks at the end of a step only: in its midst, the gradients accumulated so far would be lost.
+
+    The limit is that of one process, not of a run and all that went on with it: a resumed one has it anew.
+    """
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, module: lightning.LightningModule, *batch) -> None:
+        if not trainer.fit_loop._should_accumulate():
+            super().on_train_batch_end(trainer, module, *batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
 
 
 class SaveAtEnd(Callback):

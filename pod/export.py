@@ -17,10 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
-    ByT5Tokenizer,
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -28,8 +25,10 @@ from transformers import (
 
 from pod.blocks import LayerBlocks
 from pod.families import pod_config
-from pod.files import naming, opening, publish, write_sums
+from pod.files import naming, publish, write_sums
 from pod.lora import merge
+from pod.stock import first_config
+from pod.tokenizer import load_tokenizer
 
 CARD = """---
 library_name: pod-attention
@@ -139,14 +138,7 @@ def rebuild(checkpoint: dict, dtype: torch.dtype | None = None) -> PreTrainedMod
     hparams = checkpoint.get("hyper_parameters")
     if not hparams or "sink_size" not in hparams:
         raise ValueError("this is no checkpoint of pod.fit: it holds no PoD hyper-parameters")
-    if hparams["base"] is not None:
-        with opening(hparams["base"]):
-            config = AutoConfig.from_pretrained(hparams["base"])
-        if hparams["rope_theta"] is not None:
-            config.rope_parameters = {**config.rope_parameters, "rope_theta": float(hparams["rope_theta"])}
-    else:
-        fields = dict(hparams["model_config"])
-        config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    config = first_config(hparams["base"], hparams["model_config"], hparams["rope_theta"])
     if hparams["blocks"] is not None or hparams["share"] == "window":
         dense = LayerBlocks.dense(config.num_hidden_layers, config.num_key_value_heads)
         blocks = dense if hparams["blocks"] is None else LayerBlocks(hparams["blocks"])
@@ -173,10 +165,10 @@ def rebuild(checkpoint: dict, dtype: torch.dtype | None = None) -> PreTrainedMod
 
 
 def tokenizer_of(run: Path, base: str | None) -> PreTrainedTokenizerBase | None:
-    """The tokenizer that the run was trained with; None when it is not known.
+    """The tokenizer that the run was trained with, the base's if its recipe names none; None when it is not known.
 
     Raises:
-        ValueError: the run's recipe cannot be read.
+        ValueError: the run's recipe cannot be read, or the tokenizer that it names cannot.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -188,15 +180,15 @@ def tokenizer_of(run: Path, base: str | None) -> PreTrainedTokenizerBase | None:
     except (AttributeError, KeyError, TypeError, ValueError, OmegaConfBaseException, YAMLError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{recipe} is truncated or damaged, it names the run's tokenizer: {reason}") from error
-    if name == "bytes":
-        return ByT5Tokenizer(extra_ids=0)
-    for source in (name, base):
-        if source is not None:
-            try:
-                return AutoTokenizer.from_pretrained(source)
-            except (OSError, ValueError):
-                continue
-    return None
+    if name is not None:
+        try:
+            return load_tokenizer(name)
+        except ValueError as error:
+            raise ValueError(f"model.tokenizer={name} in {recipe}: {error}") from error
+    try:
+        return None if base is None else load_tokenizer(base)
+    except ValueError:
+        return None
 
 
 def measured(run: Path, step: int) -> dict[str, float]:
@@ -226,8 +218,8 @@ def model_card(
         name=name,
         kind=f"{config.model_type.removeprefix('pod_')} model",
         sharing=SHARING[config.share]
-        + ": install pod-attention and `import pod` before loading it; without that, transformers does not know the "
-        "model type."
+        + ": install the library from its repository (`pip install -e .` in a clone) and `import pod` before loading "
+        "it; without that, transformers does not know the model type."
         if shares
         else "Its layers share nothing: it is a plain model that transformers loads by itself.",
         imports="import pod  # registers the model type\n" if shares else "",

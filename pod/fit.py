@@ -31,7 +31,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from pod.analyze import analyze
 from pod.blocks import LayerBlocks
-from pod.checkpoints import Checkpoints, SaveAtEnd, WholeFiles, resume_from
+from pod.checkpoints import Checkpoints, SaveAtEnd, TimeLimit, WholeFiles, resume_from
 from pod.data import PodDataModule
 from pod.files import check_writable, naming, replacing
 from pod.module import PodModule
@@ -40,6 +40,7 @@ from pod.recipe import Recipe, accumulate, output_folder, steps, warmup_steps
 from pod.recipe_loading import main_recipe, save
 from pod.stock import first_config
 from pod.strategy import UlyssesDeepSpeedStrategy
+from pod.tokenizer import check_vocabulary, load_tokenizer, warn_of_another_tokenizer
 
 
 class MetricsWriter(ExperimentWriter):
@@ -116,6 +117,27 @@ def strategy(recipe: Recipe) -> Strategy | str:
     )
 
 
+def check_data(recipe: Recipe, data: PodDataModule) -> None:
+    """Whether the model can learn from the data, and the tokenizer that the recipe names is there.
+
+    Raises:
+        ValueError: there is no such model or tokenizer, or the data has ids that the model has not.
+    """
+    name = recipe.model.tokenizer
+    if name is not None:
+        try:
+            load_tokenizer(name)
+        except ValueError as error:
+            raise ValueError(f"model.tokenizer={name}: {error}") from error
+    vocab_size = first_config(recipe.model.base, recipe.model.config).vocab_size
+    named = {}
+    for prepared in filter(None, (data.prepared, data.validation)):
+        check_vocabulary(prepared, vocab_size)
+        named.setdefault(prepared.tokenizer, prepared)
+    for prepared in named.values() if rank_zero_only.rank == 0 else ():
+        warn_of_another_tokenizer(prepared, name or recipe.model.base)
+
+
 def fit(recipe: Recipe) -> lightning.Trainer:
     """Run a recipe.
 
@@ -135,6 +157,7 @@ def fit(recipe: Recipe) -> lightning.Trainer:
         shuffle=recipe.data.shuffle,
         validation_path=recipe.data.validation_path,
     )
+    check_data(recipe, data)
     if rank_zero_only.rank == 0:  # a flipped bit would be trained on; reading all takes a second per gigabyte
         for prepared in filter(None, (data.prepared, data.validation)):
             prepared.verify()
@@ -187,7 +210,6 @@ def fit(recipe: Recipe) -> lightning.Trainer:
         precision=recipe.trainer.precision,
         max_steps=total,
         max_epochs=-1,
-        max_time=recipe.trainer.time_limit,
         accumulate_grad_batches=accumulation,
         gradient_clip_val=recipe.optimizer.gradient_clip,
         val_check_interval=recipe.trainer.validate_every * accumulation,
@@ -206,12 +228,14 @@ def fit(recipe: Recipe) -> lightning.Trainer:
                 mode="max",
                 save_top_k=recipe.trainer.keep_checkpoints,
                 every_n_train_steps=recipe.trainer.checkpoint_every,
+                save_on_train_epoch_end=True,  # else Lightning puts off that of an epoch's last step
                 enable_version_counter=False,  # a damaged one is written again, under its own name
             ),
             ModelCheckpoint(
                 out / "best", filename="{step}", monitor="val_loss", save_top_k=1, enable_version_counter=False
             ),
             SaveAtEnd(folder),
+            TimeLimit(recipe.trainer.time_limit),
             TQDMProgressBar(),
         ],
         default_root_dir=out,

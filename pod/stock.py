@@ -16,20 +16,21 @@ def first_config(
 
     Args:
         base: a directory or a hub id; None: the config is made of the fields `model_config`.
-        rope_theta: replaces the RoPE base of the model at `base`.
+        rope_theta: replaces the RoPE base.
 
     Raises:
         ValueError: there is no config at `base`.
     """
     if base is None:
         fields = dict(model_config)
-        return AutoConfig.for_model(fields.pop("model_type"), **fields)
-    try:
-        with opening(base):
-            config = AutoConfig.from_pretrained(base)
-    except OSError as error:
-        kind = "directory" if Path(base).exists() else "directory or hub model"
-        raise ValueError(f"no model at {base!r}: it is no {kind} with a config.json ({error})") from error
+        config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    else:
+        try:
+            with opening(base):
+                config = AutoConfig.from_pretrained(base)
+        except OSError as error:
+            kind = "directory" if Path(base).exists() else "directory or hub model"
+            raise ValueError(f"no model at {base!r}: it is no {kind} with a config.json ({error})") from error
     if rope_theta is not None:
         config.rope_parameters = {**config.rope_parameters, "rope_theta": float(rope_theta)}
     return config

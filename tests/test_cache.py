@@ -705,11 +705,11 @@ def test_right_padding_and_holes_are_refused(mask):
         model.generate(tokens(2, 4), attention_mask=mask, max_new_tokens=2)
 
 
-def test_padding_after_the_first_chunk_is_refused():
+def test_padding_after_a_real_token_is_refused():
     model = build()
     cache = pod.PodCache(model.config)
     model(tokens(2, 4), past_key_values=cache)
-    mask = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 1]])
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]])
     with pytest.raises(ValueError, match="row 1 of attention_mask has padding after"):
         model(tokens(2, 2), attention_mask=mask, past_key_values=cache)
     # A refused input leaves the cache as it was.

@@ -10,10 +10,14 @@ import subprocess
 import sys
 import time
 import zipfile
+from collections import Counter
 from pathlib import Path
 
+import lightning
+import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import Timer
 from transformers import AutoModelForCausalLM, pipeline
 
 import pod
@@ -25,6 +29,7 @@ from pod.fit import fit
 from pod.module import PodModule
 from pod.prepared import PreparedDataset
 from pod.recipe_loading import load_recipe
+from pod.sample_writer import SampleWriter
 
 ROOT = Path(__file__).parent.parent
 CONFIG = {
@@ -114,6 +119,138 @@ def test_a_step_of_more_micro_batches_is_resumed(prepared, tmp_path):
     assert file.name == "step=4.ckpt"
     for name, weight in content["state_dict"].items():
         torch.testing.assert_close(weight, whole[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def few(tmp_path_factory):
+    """10 samples, of which an epoch takes two steps of 4."""
+    path = tmp_path_factory.mktemp("few") / "prepared"
+    tokens = np.random.default_rng(0).integers(3, 259, (10, 32))
+    with SampleWriter(path, sequence_length=32, vocab_size=259, tokenizer="bytes") as writer:
+        writer.add("train", tokens)
+        writer.add("validation", tokens[:1])
+    return path
+
+
+def by_steps(folder: Path, few: Path, *changes: str) -> list[str]:
+    """A run of 5 steps of 4 x 1 samples: it ends in the third epoch. Every step has a checkpoint."""
+    line = [f"recipe={recipe_file(folder, few)}", "data.sequence_length=32", "data.micro_batch_size=1"]
+    line += ["trainer.tokens_per_batch=128", "trainer.max_steps=5", "trainer.checkpoint_every=1"]
+    line += ["trainer.keep_checkpoints=9", "trainer.validate_every=3", "optimizer.lr=1e-2", "optimizer.warmup_steps=0"]
+    return [*line, *changes]
+
+
+@pytest.fixture(scope="module")
+def epochs(few, tmp_path_factory):
+    """`by_steps`, uninterrupted, and how many micro-batches it trained on in each step."""
+    folder = tmp_path_factory.mktemp("epochs")
+    counts: Counter[int] = Counter()
+
+    def counted(module, batch, index, step=PodModule.training_step):
+        counts[module.trainer.global_step] += 1
+        return step(module, batch, index)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PodModule, "training_step", counted)
+        fit(load_recipe(by_steps(folder, few)))
+    return folder / "run", counts
+
+
+def weights_of(run: Path, step: int) -> dict[str, torch.Tensor]:
+    content = torch.load(run / "steps" / f"step={step}.ckpt", weights_only=True)
+    return content["state_dict"]
+
+
+def test_every_epoch_ends_with_a_whole_step(few, epochs):
+    """The weights are those of plain torch, which knows no epochs: 4 samples a step, of a permutation for two steps."""
+    run, counts = epochs
+    assert counts == dict.fromkeys(range(5), 4)
+    assert sorted(path.name for path in (run / "steps").iterdir()) == [f"step={n}.ckpt" for n in range(1, 6)]
+    lightning.seed_everything(0, verbose=False)
+    module = PodModule(model_config=CONFIG, sink_size=2, recent_size=14, lr=1e-2, weight_decay=0.1, max_steps=5)
+    module.configure_model()
+    samples = PreparedDataset(few)
+    chosen = module.configure_optimizers()
+    optimizer, schedule = chosen["optimizer"], chosen["lr_scheduler"]["scheduler"]
+    for step in range(5):
+        order = np.random.default_rng((0, step // 2)).permutation(10)[step % 2 * 4 :][:4]
+        optimizer.zero_grad()
+        for index in order.tolist():
+            item = {name: value[None] for name, value in samples[index].items()}
+            total, count = module.loss(item, module.hidden_states(item))
+            (total / count / 4).backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        for name, weight in weights_of(run, step + 1).items():
+            torch.testing.assert_close(weight, module.get_parameter(name).detach(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 4])
+def test_a_run_resumes_in_and_between_epochs(few, epochs, tmp_path, step):
+    run, _ = epochs
+    (tmp_path / "run" / "steps").mkdir(parents=True)
+    shutil.copy(run / "steps" / f"step={step}.ckpt", tmp_path / "run" / "steps")
+    fit(load_recipe(by_steps(tmp_path, few, "resume=auto")))
+    wanted = losses(run)
+    assert losses(tmp_path / "run") == {at: pytest.approx(wanted[at], rel=1e-6) for at in range(step, 5)}
+    for name, weight in weights_of(run, 5).items():
+        torch.testing.assert_close(weights_of(tmp_path / "run", 5)[name], weight, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "step,size,expected",
+    [
+        (1, 3, [(0, 6, 9), (1, 0, 3), (1, 3, 6), (1, 6, 9)]),
+        (1, 5, [(0, 5, 10), (1, 0, 5), (1, 5, 10), (2, 0, 5)]),
+        (2, 1, [(0, 8, 9), (0, 9, 10), (1, 0, 1)]),
+        (2, 9, [(1, 0, 9), (2, 0, 9), (3, 0, 9)]),
+    ],
+)
+def test_a_run_goes_on_with_steps_of_another_size(few, epochs, tmp_path, monkeypatch, step, size, expected):
+    """A new step begins at the next multiple of its size; none is of fewer. Expected: epoch, first and last sample."""
+    run, _ = epochs
+    (tmp_path / "run" / "steps").mkdir(parents=True)
+    shutil.copy(run / "steps" / f"step={step}.ckpt", tmp_path / "run" / "steps")
+    seen: dict[int, list[list[int]]] = {}
+
+    def noted(module, batch, index, training_step=PodModule.training_step):
+        seen.setdefault(module.trainer.global_step, []).append(batch["input_ids"][0].tolist())
+        return training_step(module, batch, index)
+
+    monkeypatch.setattr(PodModule, "training_step", noted)
+    fit(load_recipe(by_steps(tmp_path, few, "resume=auto", f"trainer.tokens_per_batch={32 * size}")))
+    samples = [sample["input_ids"].tolist() for sample in PreparedDataset(few)]
+    orders = [np.random.default_rng((0, epoch)).permutation(10).tolist() for epoch in range(4)]
+    wanted = [[samples[index] for index in orders[epoch][first:end]] for epoch, first, end in expected]
+    assert seen == dict(enumerate(wanted, start=step))
+
+
+def test_a_time_limit_ends_a_run_between_two_steps(few, epochs, tmp_path, monkeypatch):
+    """The time is up inside the third step; the limit is each process's own, so that the run then goes on."""
+    run, _ = epochs
+    late = []
+
+    def counted(module, batch, index, step=PodModule.training_step):
+        if module.trainer.fit_loop.epoch_loop.total_batch_idx == 9:
+            late.append(index)
+        return step(module, batch, index)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PodModule, "training_step", counted)
+        patch.setattr(Timer, "time_elapsed", lambda timer, *stage: 3600.0 if late else 0.0)
+        fit(load_recipe(by_steps(tmp_path, few, "trainer.time_limit=00:00:30:00", "trainer.checkpoint_every=9")))
+    assert [path.name for path in (tmp_path / "run" / "steps").iterdir()] == ["step=3.ckpt"]
+    fit(load_recipe(by_steps(tmp_path, few, "trainer.time_limit=00:00:30:00", "resume=auto")))
+    wanted = losses(run)
+    assert losses(tmp_path / "run") == {step: pytest.approx(loss, rel=1e-6) for step, loss in wanted.items()}
+    for name, weight in weights_of(run, 5).items():
+        torch.testing.assert_close(weights_of(tmp_path / "run", 5)[name], weight, rtol=1e-5, atol=1e-7)
+
+
+def test_data_for_no_whole_step_is_refused(few, tmp_path):
+    with pytest.raises(ValueError, match="prepared: 10 training samples, but one optimiser step takes 11 "):
+        fit(load_recipe(by_steps(tmp_path, few, "trainer.tokens_per_batch=352")))
 
 
 def test_answers_are_weighed_and_scored(prepared, tmp_path):
@@ -324,6 +461,20 @@ def test_adapters_are_resumed_and_exported(trained, prepared, tmp_path, capsys):
         found = merged(ids, use_cache=False).logits
         torch.testing.assert_close(found, module.model.eval()(ids, use_cache=False).logits, rtol=1e-4, atol=1e-5)
         assert not torch.equal(found, pod.convert(base, merged.config.blocks, 2, 14)(ids, use_cache=False).logits)
+
+
+def test_the_rope_base_of_a_model_from_scratch(few, tmp_path):
+    """`model.rope_theta` wins over the config's, in training and in the export; a config's own is not forgotten."""
+    keys = ["model.config.rope_parameters={rope_type: default, rope_theta: 5000.0}", "trainer.max_steps=1"]
+    for name, rope, wanted in (("own", "null", 5000.0), ("raised", "70000", 70000.0)):
+        fit(load_recipe(by_steps(tmp_path, few, *keys, f"model.rope_theta={rope}", f"output={tmp_path / name}")))
+        module = PodModule.load_from_checkpoint(tmp_path / name / "steps" / "step=1.ckpt")
+        module.configure_model()
+        frequencies = module.model.model.rotary_emb.inv_freq
+        torch.testing.assert_close(frequencies, wanted ** -(torch.arange(0, 8, 2) / 8))
+        model = AutoModelForCausalLM.from_pretrained(export(tmp_path / name, tmp_path / name / "export"))
+        assert model.config.rope_parameters["rope_theta"] == wanted
+        assert torch.equal(model.model.rotary_emb.inv_freq, frequencies)
 
 
 def test_a_failed_export_leaves_nothing(trained, tmp_path, monkeypatch):
