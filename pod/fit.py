@@ -38,6 +38,7 @@ from pod.analyze import analyze
 from pod.blocks import LayerBlocks
 from pod.checkpoints import Checkpoints, SaveAtEnd, WholeFiles, check_blocks, resume_from
 from pod.data import PodDataModule
+from pod.exit_status import exit_status
 from pod.files import check_writable, naming, replacing
 from pod.module import PodModule
 from pod.plan import show_plan
@@ -290,6 +291,7 @@ def fit(recipe: Recipe) -> lightning.Trainer:
     return trainer
 
 
+@exit_status
 def main(arguments: list[str]) -> int:
     if any(argument.startswith("plan=") for argument in arguments):
         return show_plan(arguments)
@@ -299,9 +301,8 @@ def main(arguments: list[str]) -> int:
     torch.set_float32_matmul_precision("high")
     try:
         fit(recipe)
-    except (ValueError, OSError, ImportError, MisconfigurationException) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    except MisconfigurationException as error:
+        raise ValueError(str(error)) from error
     except SIGTERMException:
         return 128 + signal.SIGTERM
     return 0

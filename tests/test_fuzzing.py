@@ -187,13 +187,15 @@ NUMBERS = st.one_of(st.integers().map(str), st.floats().map(str), st.text(max_si
 @example("snapkv:budget=1e400")
 @example("snapkv:budget=nan")
 @example("cascade:budget=64,sinks=64")
+@example(",+0")
 def test_eviction_methods(text):
     try:
         methods = eviction.parse_all(text)
     except ValueError as error:
         # The message may quote and escape what it names.
         said = re.sub(r"[\\'\"]", "", str(error))
-        words = [re.sub(r"[\\'\"]", "", repr(word.strip()[:20])) for word in re.split(r"[+:,=]", text) if word.strip()]
+        parts = re.split(r"[+:,=]", text) + [method.partition(":")[0] for method in text.split("+")]
+        words = [re.sub(r"[\\'\"]", "", repr(part.strip()[:20])) for part in parts if part.strip()]
         assert said and (not words or "''" in str(error) or any(word in said for word in words))
         return
     assert [eviction.parse(eviction.unparse(method)) for method in methods] == methods
