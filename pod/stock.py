@@ -17,8 +17,9 @@ from pod.files import opening
 from pod.recipe import RecipeError
 from pod.recipe_checks import closest
 
-# What transformers takes beside the fields of a config: older names of parts of rope_parameters, and of dtype.
-_OLDER = ("rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype", "_name_or_path")
+# What is read beside the fields of a config: older names of parts of rope_parameters and of dtype, and the size of a
+# head, which is no field of some families.
+_READ = ("rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype", "_name_or_path", "head_dim")
 _POSITIVE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _POSITIVE += ("num_key_value_heads", "head_dim", "max_position_embeddings")
 
@@ -65,7 +66,7 @@ def new_config(model_config: Mapping[str, Any]) -> PreTrainedConfig:
         )
     known = [field.name for field in dataclasses.fields(CONFIG_MAPPING[family])]
     for name in fields:
-        if name not in known and name not in _OLDER:
+        if name not in known and name not in _READ:
             hint = closest(name, known) or f" Its fields are {', '.join(known)}."
             raise RecipeError(f"model.config.{name}: a config of {family} has no such field.{hint}")
     for name in _POSITIVE:
