@@ -287,7 +287,16 @@ def fit(recipe: Recipe) -> lightning.Trainer:
     if checkpoint is not None and trainer.is_global_zero:
         print(f"continuing from {checkpoint}")
     # Only our own run's files are read, and they hold tensors and plain values alone.
-    trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
+    try:
+        trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
+    except RuntimeError as error:
+        if checkpoint is None or "loading state_dict" not in str(error):
+            raise
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"{checkpoint} does not fit the model: what is at model.base={recipe.model.base} has changed since, or the "
+            f"library has. Put it back, or begin a new run with another output=FOLDER ({reason[:300]})"
+        ) from error
     return trainer
 
 

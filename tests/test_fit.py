@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, pipeline
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, pipeline
 
 import pod
 from pod.blocks import LayerBlocks
@@ -207,6 +207,13 @@ def test_blocks_are_not_found_anew_by_other_rules(trained, prepared, tmp_path):
     shutil.copytree(base, tmp_path / "other")
     with pytest.raises(RecipeError, match="^model.base is .*other, and "):
         fit(load_recipe([*line, "resume=auto", f"model.base={tmp_path}/other"]))
+    changed = LlamaConfig.from_pretrained(base, intermediate_size=56)
+    LlamaForCausalLM(changed).save_pretrained(base)
+    (base / "SHA256SUMS").unlink()
+    with pytest.raises(
+        ValueError, match="step=1.ckpt does not fit the model: what is at model.base=.*base has changed"
+    ):
+        fit(load_recipe([*line, "resume=auto"]))
 
 
 @pytest.mark.parametrize(
