@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import os
 import re
 import shutil
@@ -187,11 +188,15 @@ def test_another_model_does_not_go_on_from_a_checkpoint(trained, prepared, tmp_p
 
 def test_what_may_change_when_a_run_goes_on(trained, prepared, tmp_path):
     shutil.copytree(trained, tmp_path / "run")
-    changed = ["trainer.max_steps=11", "optimizer.min_lr=1e-4", "optimizer.warmup_steps=1", "data.micro_batch_size=2"]
+    changed = ["trainer.max_steps=12", "optimizer.min_lr=1e-4", "optimizer.warmup_steps=1", "data.micro_batch_size=2"]
     changed += ["data.num_workers=1", "trainer.validation_batches=1", "trainer.loss_chunk=64", "distill.weight=0"]
     changed += ["model.gradient_checkpointing=true", "optimizer.gradient_clip=0.5", "trainer.answer_weight=0.1"]
     fit(started(prepared, tmp_path, "resume=auto", *changed))
-    assert last_checkpoint(tmp_path / "run" / "steps").name == "step=11.ckpt"
+    assert last_checkpoint(tmp_path / "run" / "steps").name == "step=12.ckpt"
+    rows = csv.DictReader((tmp_path / "run" / "logs" / "version_1" / "metrics.csv").open())
+    rates = [float(row["lr"]) for row in rows if row["lr"]]
+    # The first step's rate was computed before the checkpoint; the last one's by the new cosine, from 1e-3 to 1e-4.
+    assert rates == [0.0, pytest.approx(1e-4 + 0.9e-3 * (1 + math.cos(math.pi * 10 / 11)) / 2, rel=1e-6)]
 
 
 def test_blocks_are_not_found_anew_by_other_rules(trained, prepared, tmp_path):
