@@ -42,7 +42,7 @@ STAGE = $(BIN)/python -m pod.fit recipe=tiny-base resume=auto output=$(BASE)-run
 	data.sequence_length=$(1) data.micro_batch_size=$(2) trainer.max_steps=$(3) optimizer.min_lr=$(4) \
 	trainer.answer_weight=$(5) $(6) && \
 	$(BIN)/python -m pod.export --ckpt $(BASE)-run/$(1) --out $(BASE)-run/$(1)/export --force $(7)
-FROM = model.config=null optimizer.warmup_steps=20 model.base=$(BASE)-run/$(1)/export
+FROM = model.config=null model.initialization=transformers optimizer.warmup_steps=20 model.base=$(BASE)-run/$(1)/export
 
 tiny-base: $(STAMP)
 	$(call CORPUS,128,64000,512,--keys-min 3 --keys-max 4)

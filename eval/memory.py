@@ -113,6 +113,12 @@ def rows_of(options: argparse.Namespace, config: dict) -> list[tuple[str, Infere
         ValueError, RecipeError: a model, blocks, sizes or method that cannot be, or a method named twice.
     """
     shape = Shape.from_config(config)
+    if config.get("share") in ("kv", "window"):
+        raise ValueError(
+            f"--model {options.model}: its config has share={config['share']!r}, whose cache and activations this "
+            "arithmetic does not count; name a model of share='scores' or 'keys' (PodCache.expected_nbytes counts the "
+            "cache of any)"
+        )
     dense = pod.LayerBlocks.dense(shape.layers, shape.kv_heads)
     if options.blocks is not None:
         blocks = pod.LayerBlocks.load(options.blocks)

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pod.blocks import LayerBlocks
+from pod.exit_status import exit_status
 from pod.files import check_writable, replacing
 from pod.prepared import PreparedData, PreparedDataset
 from pod.recipe import Recipe, output_folder
@@ -117,15 +118,11 @@ def _digest(similarity: Tensor) -> str:
     return hashlib.sha256(similarity.numpy().tobytes()).hexdigest()
 
 
-def main(arguments: list[str]) -> int:
+@exit_status
+def main(arguments: list[str]) -> None:
     recipe = main_recipe(arguments, "pod.analyze")
-    try:
-        PreparedData(recipe.data.path).verify("train")
-        analyze(recipe)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    PreparedData(recipe.data.path).verify("train")
+    analyze(recipe)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from pod.blocks import LayerBlocks
+from pod.exit_status import exit_status
 from pod.families import pod_config
 from pod.files import naming, publish, write_sums
 from pod.lora import merge
@@ -301,20 +302,16 @@ def _verify(wanted: Tensor, folder: Path) -> None:
         )
 
 
-def main(arguments: list[str]) -> int:
+@exit_status
+def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m pod.export", description=__doc__.split("\n")[0])
     parser.add_argument("--ckpt", required=True, help="a run's folder or a checkpoint")
     parser.add_argument("--out", required=True, help="directory to write")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as trained")
     parser.add_argument("--force", action="store_true", help="replace --out when it exists")
     options = parser.parse_args(arguments)
-    try:
-        out = export(options.ckpt, options.out, options.dtype, options.force)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    out = export(options.ckpt, options.out, options.dtype, options.force)
     print(f"written and verified: {out}")
-    return 0
 
 
 if __name__ == "__main__":

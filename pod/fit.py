@@ -15,24 +15,30 @@ shard.
 
 import contextlib
 import csv
+import importlib.util
+import netrc
+import os
 import signal
 import sys
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import lightning
 import torch
+from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_only
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 from pod.analyze import analyze
 from pod.blocks import LayerBlocks
-from pod.checkpoints import Checkpoints, SaveAtEnd, TimeLimit, WholeFiles, resume_from
+from pod.checkpoints import Checkpoints, SaveAtEnd, TimeLimit, WholeFiles, check_blocks, resume_from
 from pod.data import PodDataModule
+from pod.exit_status import exit_status
 from pod.files import check_writable, naming, replacing
 from pod.module import PodModule
 from pod.plan import show_plan
@@ -73,6 +79,64 @@ class MetricsLog(CSVLogger):
         return self._experiment
 
 
+# Of each kind of device that the recipe may name, those that may be meant, in Lightning's order.
+_DEVICES = {"auto": ("tpu", "cuda", "mps", "cpu"), "gpu": ("cuda", "mps")}
+
+
+def check_devices(recipe: Recipe) -> None:
+    """Refuse devices that this machine does not have: before the data is read, and before processes are started.
+
+    Raises:
+        ValueError: `trainer.accelerator` is unknown or not here, or `trainer.devices` are more than there are.
+    """
+    kind, wanted = recipe.trainer.accelerator, recipe.trainer.devices
+    known = [name for name in AcceleratorRegistry if name != "_mps"]
+    names = _DEVICES.get(kind, (kind,))
+    if not set(names) & set(known):
+        raise ValueError(f"trainer.accelerator={kind}: must be one of {', '.join(sorted({*_DEVICES, *known}))}")
+    kinds = {name: AcceleratorRegistry[name]["accelerator"] for name in names if name in known}
+    here = next((name for name, accelerator in kinds.items() if accelerator.is_available()), None)
+    if here is None:
+        raise ValueError(
+            f"trainer.accelerator={kind}: torch finds no such device on this machine. Set trainer.accelerator=cpu, or "
+            "auto for what is there"
+        )
+    # Processes on a CPU are for tests and share its cores.
+    most = 4 * (os.cpu_count() or 1) if here == "cpu" else kinds[here].auto_device_count()
+    if wanted > most:
+        there = f"the CPU's {os.cpu_count()} cores take {most} processes" if here == "cpu" else f"there are {most}"
+        raise ValueError(
+            f"trainer.devices={wanted}: {there} on this machine ({here}); set trainer.devices={most} or less"
+        )
+
+
+def check_logger(recipe: Recipe) -> None:
+    """Refuse a logger whose package is missing.
+
+    Raises:
+        ValueError: names the package.
+    """
+    packages = {"wandb": ("wandb",), "tensorboard": ("tensorboard", "tensorboardX")}.get(recipe.logger, ())
+    if packages and not any(importlib.util.find_spec(package) for package in packages):
+        raise ValueError(
+            f"logger={recipe.logger} needs the package {packages[0]}: pip install {packages[0]}, or set logger=csv"
+        )
+
+
+def has_wandb_key() -> bool:
+    """Whether wandb would find a key: in WANDB_API_KEY, or where `wandb login` puts it.
+
+    `wandb.api` is not asked: it begins a session, which then does not hear of being offline.
+    """
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host or "") is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
 def choose_blocks(recipe: Recipe, out: Path) -> LayerBlocks | None:
     """The blocks to train with: the recipe's file or size, those of the run that is continued, or newly analysed ones.
 
@@ -94,9 +158,7 @@ def loggers(recipe: Recipe, out: Path) -> list[Logger]:
     """CSV always, and the one that the recipe names beside it."""
     chosen: list[Logger] = [MetricsLog(out)]
     if recipe.logger == "wandb":
-        import wandb
-
-        chosen.append(WandbLogger(project="pod", name=recipe.name, save_dir=out, offline=wandb.api.api_key is None))
+        chosen.append(WandbLogger(project="pod", name=recipe.name, save_dir=out, offline=not has_wandb_key()))
     elif recipe.logger == "tensorboard":
         chosen.append(TensorBoardLogger(out, name="tensorboard"))
     return chosen
@@ -144,6 +206,10 @@ def fit(recipe: Recipe) -> lightning.Trainer:
     Raises:
         ValueError: something that the recipe names does not exist or does not fit; says what.
     """
+    check_devices(recipe)
+    check_logger(recipe)
+    if recipe.model.base is None:
+        first_config(None, recipe.model.config)
     out = output_folder(recipe)
     folder = out / "steps"
     checkpoint = resume_from(recipe, folder)
@@ -165,6 +231,8 @@ def fit(recipe: Recipe) -> lightning.Trainer:
     lightning.seed_everything(recipe.seed, verbose=False)
     blocks = choose_blocks(recipe, out)
     if rank_zero_only.rank == 0:
+        if checkpoint is not None:
+            check_blocks(checkpoint, blocks, recipe)
         for left in out.glob("*/.*.tmp"):  # what a killed process was writing
             left.unlink()
         if blocks is not None:
@@ -243,10 +311,20 @@ def fit(recipe: Recipe) -> lightning.Trainer:
     if checkpoint is not None and trainer.is_global_zero:
         print(f"continuing from {checkpoint}")
     # Only our own run's files are read, and they hold tensors and plain values alone.
-    trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
+    try:
+        trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
+    except RuntimeError as error:
+        if checkpoint is None or "loading state_dict" not in str(error):
+            raise
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"{checkpoint} does not fit the model: what is at model.base={recipe.model.base} has changed since, or the "
+            f"library has. Put it back, or begin a new run with another output=FOLDER ({reason[:300]})"
+        ) from error
     return trainer
 
 
+@exit_status
 def main(arguments: list[str]) -> int:
     if any(argument.startswith("plan=") for argument in arguments):
         return show_plan(arguments)
@@ -256,9 +334,8 @@ def main(arguments: list[str]) -> int:
     torch.set_float32_matmul_precision("high")
     try:
         fit(recipe)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    except MisconfigurationException as error:
+        raise ValueError(str(error)) from error
     except SIGTERMException:
         return 128 + signal.SIGTERM
     return 0

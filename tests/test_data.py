@@ -329,7 +329,7 @@ def test_command_fails_clearly(corpus, tmp_path, capsys, extra, message):
     before = sorted(corpus.rglob("*"))
     command = ["--source", str(corpus), "--out", str(tmp_path / "out"), "--tokenizer", "bytes", "--num-proc", "1"]
     command += ["--sequence-length", "32", *(word.format(corpus) for word in extra)]
-    assert prepare.main(command) == 1
+    assert prepare.main(command) == 2
     assert message.format(corpus) in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
     assert sorted(corpus.rglob("*")) == before

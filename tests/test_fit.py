@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import os
 import re
 import shutil
@@ -11,6 +12,7 @@ import sys
 import time
 import zipfile
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 
 import lightning
@@ -18,16 +20,17 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Timer
-from transformers import AutoModelForCausalLM, pipeline
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, pipeline
 
 import pod
 from pod.blocks import LayerBlocks
 from pod.checkpoints import is_whole, last_checkpoint
 from pod.data import PodDataModule
 from pod.export import export, load_checkpoint, rebuild
-from pod.fit import fit
+from pod.fit import fit, has_wandb_key, loggers, main
 from pod.module import PodModule
 from pod.prepared import PreparedDataset
+from pod.recipe import RecipeError
 from pod.recipe_loading import load_recipe
 from pod.sample_writer import SampleWriter
 
@@ -290,6 +293,124 @@ def test_a_run_that_exists_is_not_trained_over(trained, prepared, tmp_path):
         fit(load_recipe([f"recipe={path}", f"output={trained}"]))
 
 
+def started(prepared, folder, *overrides):
+    """The recipe of `trained`, to be started in another folder."""
+    return load_recipe([f"recipe={recipe_file(folder, prepared)}", *overrides])
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "model.config.hidden_size=64",
+        "model.config.rms_norm_eps=1e-5",
+        "model.sink_size=3",
+        "model.recent_size=13",
+        "model.share=window",
+        "model.rope_theta=5e5",
+        "optimizer.lr=2e-3",
+        "optimizer.betas=[0.9, 0.99]",
+        "optimizer.weight_decay=0",
+        "blocks.size=3",
+    ],
+)
+@pytest.mark.parametrize("named", [False, True])
+def test_another_model_does_not_go_on_from_a_checkpoint(trained, prepared, tmp_path, override, named):
+    (tmp_path / "run").symlink_to(trained)
+    before = (trained / "recipe.yaml").read_bytes()
+    resume = trained / "steps" / "step=10.ckpt" if named else "auto"
+    with pytest.raises(RecipeError, match=rf"^{override.partition('=')[0]}[ =].* was trained with .*output=FOLDER"):
+        fit(started(prepared, tmp_path, f"resume={resume}", override))
+    assert (trained / "recipe.yaml").read_bytes() == before
+
+
+def test_what_may_change_when_a_run_goes_on(trained, prepared, tmp_path):
+    shutil.copytree(trained, tmp_path / "run")
+    changed = ["trainer.max_steps=12", "optimizer.min_lr=1e-4", "optimizer.warmup_steps=1", "data.micro_batch_size=2"]
+    changed += ["data.num_workers=1", "trainer.validation_batches=1", "trainer.loss_chunk=64", "distill.weight=0"]
+    changed += ["model.gradient_checkpointing=true", "optimizer.gradient_clip=0.5", "trainer.answer_weight=0.1"]
+    fit(started(prepared, tmp_path, "resume=auto", *changed))
+    assert last_checkpoint(tmp_path / "run" / "steps").name == "step=12.ckpt"
+    rows = csv.DictReader((tmp_path / "run" / "logs" / "version_1" / "metrics.csv").open())
+    rates = [float(row["lr"]) for row in rows if row["lr"]]
+    # The first step's rate was computed before the checkpoint; the last one's by the new cosine, from 1e-3 to 1e-4.
+    assert rates == [0.0, pytest.approx(1e-4 + 0.9e-3 * (1 + math.cos(math.pi * 10 / 11)) / 2, rel=1e-6)]
+
+
+def test_blocks_are_not_found_anew_by_other_rules(trained, prepared, tmp_path):
+    """blocks.json of the run would be taken, whatever the recipe says."""
+    base = export(trained, tmp_path / "base")
+    line = [f"recipe={recipe_file(tmp_path, prepared, base=base)}", "trainer.max_steps=1", "trainer.validate_every=1"]
+    fit(load_recipe(line))
+    for override in ("blocks.kv_saving=0.1", "blocks.threshold=0.5", "blocks.method=sum", "blocks.samples=3"):
+        with pytest.raises(RecipeError, match=rf"^{override.partition('=')[0]} is "):
+            fit(load_recipe([*line, "resume=auto", override]))
+    with pytest.raises(RecipeError, match="^blocks.kv_saving is 0.0"):
+        fit(load_recipe([*line, "resume=auto", "blocks.kv_saving=0"]))
+    shutil.copytree(base, tmp_path / "other")
+    with pytest.raises(RecipeError, match="^model.base is .*other, and "):
+        fit(load_recipe([*line, "resume=auto", f"model.base={tmp_path}/other"]))
+    changed = LlamaConfig.from_pretrained(base, intermediate_size=56)
+    LlamaForCausalLM(changed).save_pretrained(base)
+    (base / "SHA256SUMS").unlink()
+    with pytest.raises(
+        ValueError, match="step=1.ckpt does not fit the model: what is at model.base=.*base has changed"
+    ):
+        fit(load_recipe([*line, "resume=auto"]))
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["trainer.accelerator=mps"], "trainer.accelerator=mps: torch finds no such device on this machine"),
+        (["trainer.accelerator=fpga"], "trainer.accelerator=fpga: must be one of auto, cpu, cuda, gpu, mps, tpu"),
+        (["trainer.devices=1000", "trainer.tokens_per_batch=512000"], "trainer.devices=1000: the CPU's "),
+        (["logger=tensorboard"], "logger=tensorboard needs the package tensorboard: pip install tensorboard"),
+        (["model.config.hidden_act=foo"], "model.config.hidden_act=foo: transformers has no such activation"),
+        (["model.config.hidden_size=33"], "model.config: hidden_size=33"),
+        (["model.config.hidden_size=abc"], "model.config: hidden_size='abc'"),
+        (["model.config.hidden_size=0"], "model.config.hidden_size=0: wanted at least 1"),
+        (["model.config.hiden_size=32"], "model.config.hiden_size: a config of llama has no such field. Did you mean"),
+        (["model.config.zzz=32"], "model.config.zzz: a config of llama has no such field. Its fields are "),
+        (["model.config.rope_parameters={rope_type: foo}"], "model.config.rope_parameters.rope_type=foo: must be one"),
+        (["model.config.rope_parameters={rope_type: yarn}"], "model.config: no llama can be made of it"),
+        (["model.config.rope_theta=x"], "model.config.rope_parameters.rope_theta='x': wanted a positive number"),
+        (["model.config.model_type=foo"], "model.config.model_type=foo: the supported families are llama, mistral, "),
+    ],
+)
+def test_ordinary_mistakes_end_with_one_line(prepared, tmp_path, overrides, message, capsys, monkeypatch):
+    monkeypatch.setattr("pod.fit.importlib.util.find_spec", lambda name: None)
+    assert main([f"recipe={recipe_file(tmp_path, prepared)}", *overrides]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("[transformers]")]
+    assert line.startswith(f"error: {message}") and len(line) < 900
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there(prepared, tmp_path, capsys):
+    assert main([f"recipe={recipe_file(tmp_path, prepared)}", "trainer.accelerator=gpu"]) == 2
+    assert "error: trainer.accelerator=gpu: torch finds no such device" in capsys.readouterr().err
+
+
+def test_wandb_is_offline_without_a_key(prepared, tmp_path, monkeypatch):
+    for name in ("WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    assert not has_wandb_key()
+    (tmp_path / "netrc").write_text("machine example.org login user password p\n")
+    assert not has_wandb_key()
+    if find_spec("wandb"):
+        _, logger = loggers(started(prepared, tmp_path, "logger=wandb"), tmp_path)
+        logger.log_metrics({"loss": 1.0})  # begins a session, which would ask for a key
+        assert logger.experiment.settings.mode in ("offline", "dryrun")
+        logger.experiment.finish()
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password p\n")
+    assert has_wandb_key()
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org:8080")
+    assert not has_wandb_key()
+    monkeypatch.setenv("WANDB_API_KEY", "p")
+    assert has_wandb_key()
+
+
 def test_a_run_whose_checkpoints_are_all_damaged_says_what_to_do(tmp_path, capsys):
     steps = tmp_path / "steps"
     steps.mkdir()
@@ -448,8 +569,13 @@ def test_adapters_are_resumed_and_exported(trained, prepared, tmp_path, capsys):
     for name, weight in load_checkpoint(run)[0]["state_dict"].items():
         torch.testing.assert_close(weight, whole[name], rtol=1e-6, atol=1e-9)
     assert losses(run) == {step: pytest.approx(loss, rel=1e-6) for step, loss in wanted.items()}
-    with pytest.raises(ValueError, match="lacks 12 of the tensors that are trained"):
-        fit(load_recipe([*line, "resume=auto", "trainer.max_steps=5", "lora.targets=[q, k, gate, up]"]))
+    for key, other in (("lora.targets", "[q, k, gate, up]"), ("lora.rank", "4"), ("lora.rank", "0")):
+        with pytest.raises(RecipeError, match=rf"^{key} is .*was trained with .*: continue with {key}="):
+            fit(load_recipe([*line, "resume=auto", "trainer.max_steps=5", f"{key}={other}"]))
+    LayerBlocks([[0, 0], [0, 0], [0, 0]]).save(tmp_path / "other.json")
+    with pytest.raises(RecipeError, match="^blocks.file=.*other.json gives .*continue with the blocks of its run"):
+        fit(load_recipe([*line, "resume=auto", f"blocks.file={tmp_path}/other.json"]))
+    assert LayerBlocks.load(run / "blocks.json") == LayerBlocks.load(tmp_path / "blocks.json")
 
     merged = AutoModelForCausalLM.from_pretrained(export(run, tmp_path / "merged")).eval()
     assert merged.config.blocks == LayerBlocks.load(tmp_path / "blocks.json")

@@ -1,13 +1,12 @@
 """What the command lines of the scripts in eval/ have in common."""
 
 import argparse
-import sys
 from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
 from pod import eviction
+from pod.exit_status import exit_status as exit_status  # of every script
 
 
 def default_folder(script: str) -> Path:
@@ -62,18 +61,3 @@ def add_eviction(
         metavar="METHOD",
         help=f"{what}; several methods are separated by +; `list` shows all",
     )
-
-
-def exit_status(main: Callable[[list[str] | None], None]) -> Callable[[list[str] | None], int]:
-    """`main` of a script, with an exit status: 0, or 2 after one line that says what the user can mend."""
-
-    @wraps(main)
-    def run(arguments: list[str] | None = None) -> int:
-        try:
-            main(arguments)
-        except (ValueError, OSError, ImportError) as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
-        return 0
-
-    return run

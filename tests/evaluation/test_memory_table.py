@@ -65,6 +65,13 @@ def test_even_blocks_refuse_what_cannot_be():
         memory.even_blocks(4, 2, 0.45)
 
 
+@pytest.mark.parametrize("share", ["kv", "window"])
+def test_what_the_arithmetic_does_not_know_is_refused(tmp_path, capsys, share):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"model_type": "pod_llama", "share": share}))
+    assert memory_script.main(["--model", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    assert f"share='{share}', whose cache and activations this arithmetic does not count" in capsys.readouterr().err
+
+
 METHODS = [
     None,
     eviction.SnapKV(budget=24, window=4),
