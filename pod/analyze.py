@@ -23,6 +23,7 @@ from pod.recipe import Recipe, output_folder
 from pod.recipe_loading import main_recipe
 from pod.similarity import attention_similarity, plot_similarity
 from pod.stock import load_stock
+from pod.terminal import interruptible
 
 
 def analyze(recipe: Recipe) -> LayerBlocks:
@@ -115,6 +116,7 @@ def _digest(similarity: Tensor) -> str:
     return hashlib.sha256(similarity.numpy().tobytes()).hexdigest()
 
 
+@interruptible
 def main(arguments: list[str]) -> int:
     recipe = main_recipe(arguments, "pod.analyze")
     try:

@@ -1,5 +1,6 @@
 """The DataModule: batches of prepared samples in an order that a resumed run goes on with exactly."""
 
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,11 @@ class ResumableLoader(StatefulDataLoader):
         self._begun = False
 
 
+def _outlive_interrupt(worker: int) -> None:
+    """A terminal's Ctrl-C reaches the workers too: the step that ends before the checkpoint still needs them."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 class PodDataModule(LightningDataModule):
     """Reads a prepared directory; its state is part of Lightning's checkpoints, so that a resumed run goes on exactly.
 
@@ -207,6 +213,7 @@ class PodDataModule(LightningDataModule):
             collate_fn=collate,
             pin_memory=torch.cuda.is_available(),
             drop_last=True,
+            worker_init_fn=_outlive_interrupt,
         )
         loader.in_flight = self._in_flight
         if self._resume is not None:
@@ -236,6 +243,7 @@ class PodDataModule(LightningDataModule):
             num_workers=self.num_workers,
             collate_fn=collate,
             pin_memory=torch.cuda.is_available(),
+            worker_init_fn=_outlive_interrupt,
         )
 
     def _in_flight(self) -> int:

@@ -30,6 +30,7 @@ from pod.blocks import LayerBlocks
 from pod.families import pod_config
 from pod.files import naming, opening, publish, write_sums
 from pod.lora import merge
+from pod.terminal import interruptible
 
 CARD = """---
 library_name: pod-attention
@@ -309,6 +310,7 @@ def _verify(wanted: Tensor, folder: Path) -> None:
         )
 
 
+@interruptible
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m pod.export", description=__doc__.split("\n")[0])
     parser.add_argument("--ckpt", required=True, help="a run's folder or a checkpoint")

@@ -15,6 +15,7 @@ shard.
 
 import contextlib
 import csv
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -22,12 +23,12 @@ from pathlib import Path
 import lightning
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_only
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from pod.analyze import analyze
 from pod.blocks import LayerBlocks
@@ -40,6 +41,7 @@ from pod.recipe import Recipe, accumulate, output_folder, steps, warmup_steps
 from pod.recipe_loading import main_recipe, save
 from pod.stock import first_config
 from pod.strategy import UlyssesDeepSpeedStrategy
+from pod.terminal import Stopped, interruptible
 
 
 class MetricsWriter(ExperimentWriter):
@@ -70,6 +72,37 @@ class MetricsLog(CSVLogger):
         if self._experiment is None:
             self._experiment = MetricsWriter(self.log_dir)
         return self._experiment
+
+
+class StepsBar(TQDMProgressBar):
+    """Lightning's, of the run's optimiser steps: its own compares an epoch's micro-batches with the steps that are
+    left, and has no total in a run that goes on."""
+
+    def init_train_tqdm(self) -> Tqdm:
+        return Tqdm(
+            desc=f"Epoch {self.trainer.current_epoch}",
+            total=self.trainer.max_steps,
+            initial=self.trainer.global_step,
+            unit="step",
+            disable=self.is_disabled,
+            dynamic_ncols=True,
+            file=sys.stdout,
+            smoothing=0,
+            bar_format=self.BAR_FORMAT,
+        )
+
+    def on_train_epoch_start(self, trainer: lightning.Trainer, *_) -> None:
+        self.train_progress_bar.set_description(f"Epoch {trainer.current_epoch}")
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, module: lightning.LightningModule, *batch) -> None:
+        if not trainer.fit_loop._should_accumulate():
+            bar = self.train_progress_bar
+            bar.update(trainer.global_step - bar.n)
+            bar.set_postfix(self.get_metrics(trainer, module))
+
+    def on_exception(self, *_) -> None:
+        for bar in filter(None, (self._val_progress_bar, self._train_progress_bar)):
+            bar.close()  # what is printed next begins a line
 
 
 def choose_blocks(recipe: Recipe, out: Path) -> LayerBlocks | None:
@@ -121,6 +154,7 @@ def fit(recipe: Recipe) -> lightning.Trainer:
 
     Raises:
         ValueError: something that the recipe names does not exist or does not fit; says what.
+        Stopped: a signal told the process to end, and a checkpoint was written.
     """
     out = output_folder(recipe)
     folder = out / "steps"
@@ -179,6 +213,7 @@ def fit(recipe: Recipe) -> lightning.Trainer:
         lora_targets=list(recipe.lora.targets),
         bytes_per_token=1.0 if data.prepared.tokenizer == "bytes" else None,
     )
+    save_at_end = SaveAtEnd(folder)
     trainer = lightning.Trainer(
         accelerator=recipe.trainer.accelerator,
         devices=recipe.trainer.devices,
@@ -211,8 +246,8 @@ def fit(recipe: Recipe) -> lightning.Trainer:
             ModelCheckpoint(
                 out / "best", filename="{step}", monitor="val_loss", save_top_k=1, enable_version_counter=False
             ),
-            SaveAtEnd(folder),
-            TQDMProgressBar(),
+            save_at_end,
+            StepsBar(),
         ],
         default_root_dir=out,
     )
@@ -220,9 +255,12 @@ def fit(recipe: Recipe) -> lightning.Trainer:
         print(f"continuing from {checkpoint}")
     # Only our own run's files are read, and they hold tensors and plain values alone.
     trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
+    if save_at_end.received == signal.SIGINT:  # after the last step: the run is done, but not what was to follow it
+        raise KeyboardInterrupt
     return trainer
 
 
+@interruptible
 def main(arguments: list[str]) -> int:
     if any(argument.startswith("plan=") for argument in arguments):
         return show_plan(arguments)
@@ -235,8 +273,11 @@ def main(arguments: list[str]) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except SIGTERMException:
-        return 128 + signal.SIGTERM
+    except Stopped as stopped:
+        if rank_zero_only.rank == 0:
+            again = [argument for argument in arguments if not argument.startswith("resume=")]
+            print(f"{stopped}; go on with: python -m pod.fit {shlex.join(again)} resume=auto", flush=True)
+        return stopped.code
     return 0
 
 

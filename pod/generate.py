@@ -18,6 +18,7 @@ from transformers import TextStreamer
 from pod import eviction as methods
 from pod.cache import PodCache
 from pod.evaluation.models import as_pod, load
+from pod.terminal import interruptible
 
 
 def generate(
@@ -88,6 +89,7 @@ def generate(
     return tokenizer.decode(new, skip_special_tokens=True)
 
 
+@interruptible
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m pod.generate", description=__doc__.split("\n")[0])
     parser.add_argument("--ckpt", help="an exported model's directory")

@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from pod.checkpoints import is_whole, last_checkpoint
 from pod.data import PodDataModule
 from pod.export import export, load_checkpoint, rebuild
 from pod.fit import fit
+from pod.fit import main as fit_main
 from pod.module import PodModule
 from pod.prepared import PreparedDataset
 from pod.recipe_loading import load_recipe
@@ -232,14 +234,79 @@ def test_sigterm_writes_a_checkpoint_from_which_the_run_continues(trained, prepa
         time.sleep(0.02)
     process.terminate()
     out, _ = process.communicate(timeout=120)
-    assert "SIGTERM: wrote" in out and process.returncode == 128 + signal.SIGTERM
+    assert process.returncode == 128 + signal.SIGTERM
     written = last_checkpoint(run / "steps")
     assert written is not None and written.stem != "step=10"
+    step = written.stem.removeprefix("step=")
+    assert out.splitlines()[-1].startswith(f"stopped at step {step}; go on with: python -m pod.fit recipe=")
     done = subprocess.run([*command, "resume=auto"], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     ours, theirs = (load_checkpoint(folder)[0]["state_dict"] for folder in (run, trained))
     for name in theirs:
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-7)
+
+
+@pytest.fixture
+def ctrl_c(monkeypatch):
+    """A function after which the named calls of a training step, counted from 1, are each interrupted by Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # tests may run where it is ignored
+
+    def at(*numbers):
+        calls, step = [], PodModule.training_step
+
+        def training_step(module, *batch):
+            calls.append(None)
+            if len(calls) in numbers:
+                signal.raise_signal(signal.SIGINT)
+            return step(module, *batch)
+
+        monkeypatch.setattr(PodModule, "training_step", training_step)
+
+    yield at
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_ends_the_step_and_writes_a_checkpoint(trained, prepared, tmp_path, capfd, ctrl_c):
+    line = [f"recipe={recipe_file(tmp_path, prepared)}", "trainer.checkpoint_every=1000"]
+    ctrl_c(5)  # in the midst of the third step of 2 micro-batches
+    assert fit_main([*line, "resume=never"]) == 130
+    printed = capfd.readouterr()
+    again = shlex.join(line)
+    assert printed.out.splitlines()[-1] == f"stopped at step 3; go on with: python -m pod.fit {again} resume=auto"
+    assert "a checkpoint is written" in printed.err and "Traceback" not in printed.err
+    assert [path.name for path in (tmp_path / "run" / "steps").iterdir()] == ["step=3.ckpt"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert fit_main([*line, "resume=auto"]) == 0
+    bar = re.split("[\r\n]", capfd.readouterr().out)
+    assert [shown for shown in bar if "Epoch 0" in shown][0].startswith("Epoch 0:  30%")
+    assert any(re.match(r"Epoch 0: 100%.* 10/10 ", shown) for shown in bar)
+    assert not any("Epoch 0" in shown and "/?" in shown for shown in bar)
+    ours, theirs = (load_checkpoint(folder)[0]["state_dict"] for folder in (tmp_path / "run", trained))
+    for name in theirs:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-7)
+
+
+def test_a_second_ctrl_c_stops_at_once(prepared, tmp_path, capfd, ctrl_c):
+    ctrl_c(5, 6)
+    line = [f"recipe={recipe_file(tmp_path, prepared)}", "trainer.checkpoint_every=1000"]
+    assert fit_main(line) == 130
+    assert capfd.readouterr().err.splitlines()[-1] == "interrupted"
+    assert not list((tmp_path / "run").glob("steps/*"))
+
+
+def test_ctrl_c_after_the_last_step_ends_what_follows_a_run(prepared, tmp_path, ctrl_c, monkeypatch):
+    ctrl_c()
+    validation = PodModule.on_validation_epoch_end
+
+    def interrupted(module):
+        signal.raise_signal(signal.SIGINT)
+        validation(module)
+
+    monkeypatch.setattr(PodModule, "on_validation_epoch_end", interrupted)
+    keys = ["trainer.max_steps=1", "trainer.validate_every=1"]
+    with pytest.raises(KeyboardInterrupt):
+        fit(load_recipe([f"recipe={recipe_file(tmp_path, prepared)}", *keys]))
+    assert last_checkpoint(tmp_path / "run" / "steps").name == "step=1.ckpt"
 
 
 def test_export_gives_the_trained_logits_and_fit_adapts_from_it(trained, prepared, tmp_path):

@@ -1,6 +1,7 @@
 """What the command lines of the scripts in eval/ have in common."""
 
 import argparse
+import shlex
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pod import eviction
+from pod.terminal import Stopped, interruptible
 
 
 def default_folder(script: str) -> Path:
@@ -45,8 +47,12 @@ def add_eviction(parser: argparse.ArgumentParser) -> None:
 
 
 def exit_status(main: Callable[[list[str] | None], None]) -> Callable[[list[str] | None], int]:
-    """`main` of a script, with an exit status: 0, or 2 after one line that says what the user can mend."""
+    """`main` of a script, with an exit status: 0, or 2 after one line that says what the user can mend.
 
+    One that trains goes on where a signal stopped it, when it is called again: the last line says so.
+    """
+
+    @interruptible
     @wraps(main)
     def run(arguments: list[str] | None = None) -> int:
         try:
@@ -54,6 +60,9 @@ def exit_status(main: Callable[[list[str] | None], None]) -> Callable[[list[str]
         except (ValueError, OSError, ImportError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
+        except Stopped as stopped:
+            print(f"{stopped}; go on with: python {shlex.join(sys.orig_argv[1:])}", flush=True)
+            return stopped.code
         return 0
 
     return run

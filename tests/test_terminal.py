@@ -1,0 +1,56 @@
+"""What the commands have in common on a terminal."""
+
+import signal
+
+import pytest
+from scripts import script
+
+from pod.evaluation import command
+from pod.terminal import Stopped, interruptible
+
+
+def interrupted(*arguments, **options):
+    raise KeyboardInterrupt
+
+
+def lightnings_exit(*arguments):
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        raise SystemExit(1)  # noqa: B904
+
+
+@pytest.mark.parametrize("main", [interrupted, lightnings_exit])
+@pytest.mark.parametrize("wrapper", [interruptible, command.exit_status])
+def test_an_interrupt_is_one_line(main, wrapper, capsys):
+    assert wrapper(main)([]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_another_exit_is_left_alone():
+    def leave(arguments):
+        raise SystemExit(3)
+
+    with pytest.raises(SystemExit) as ended:
+        interruptible(leave)([])
+    assert ended.value.code == 3
+    assert interruptible(lambda arguments: 4)([]) == 4
+
+
+def test_a_script_whose_training_was_stopped_says_how_to_go_on(capsys):
+    def stop(arguments):
+        raise Stopped(signal.SIGTERM, 9)
+
+    assert command.exit_status(stop)([]) == 128 + signal.SIGTERM
+    assert capsys.readouterr().out.startswith("stopped at step 9; go on with: python ")
+
+
+def test_preparing_is_interrupted_in_one_line(tmp_path, capsys, monkeypatch):
+    prepare, corpus = script("data/prepare.py"), script("data/demo_corpus.py")
+    monkeypatch.setattr(prepare, "prepare", interrupted)
+    monkeypatch.setattr(corpus, "write_corpus", interrupted)
+    out = ["--out", str(tmp_path / "out")]
+    source = ["--source", str(tmp_path), "--tokenizer", "bytes", "--sequence-length", "8"]
+    assert prepare.main([*out, *source]) == 130
+    assert corpus.main([*out, "--samples", "1", "--validation-samples", "1"]) == 130
+    assert capsys.readouterr().err == "interrupted\n" * 2
