@@ -21,7 +21,7 @@ import pod
 from pod.blocks import LayerBlocks
 from pod.checkpoints import is_whole, last_checkpoint
 from pod.data import PodDataModule
-from pod.export import export, load_checkpoint, rebuild
+from pod.export import export, load_checkpoint, measured, rebuild
 from pod.fit import fit
 from pod.fit import main as fit_main
 from pod.module import PodModule
@@ -391,6 +391,21 @@ def test_adapters_are_resumed_and_exported(trained, prepared, tmp_path, capsys):
         found = merged(ids, use_cache=False).logits
         torch.testing.assert_close(found, module.model.eval()(ids, use_cache=False).logits, rtol=1e-4, atol=1e-5)
         assert not torch.equal(found, pod.convert(base, merged.config.blocks, 2, 14)(ids, use_cache=False).logits)
+
+
+@pytest.mark.parametrize(("step", "at"), [(10, 10), (8, 5)])
+def test_the_card_says_when_its_numbers_were_measured(trained, tmp_path, step, at):
+    card = (export(trained / "steps" / f"step={step}.ckpt", tmp_path / "out") / "README.md").read_text()
+    assert f"| training step | {step} |" in card
+    (log,) = trained.glob("logs/version_*/metrics.csv")
+    (loss,) = (
+        float(row["val_loss"]) for row in csv.DictReader(log.open()) if row["val_loss"] and row["step"] == str(at - 1)
+    )
+    assert f"| val_loss, on held-out samples at step {at} | {loss:.4f} |" in card
+
+
+def test_nothing_is_measured_before_the_first_validation(trained):
+    assert measured(trained, 4) == ({}, 0) and measured(trained, 5)[1] == 5
 
 
 def test_a_failed_export_leaves_nothing(trained, tmp_path, monkeypatch):
