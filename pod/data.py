@@ -171,12 +171,7 @@ class PodDataModule(LightningDataModule):
 
     def _open(self, path: str | Path) -> PreparedData:
         prepared = PreparedData(path)
-        if prepared.sequence_length != self.sequence_length:
-            raise ValueError(
-                f"sequence_length is {self.sequence_length}, but {path} was prepared with {prepared.sequence_length}: "
-                f"set sequence_length={prepared.sequence_length}, or prepare again with "
-                f"--sequence-length {self.sequence_length}"
-            )
+        prepared.require_length(self.sequence_length)
         return prepared
 
     def setup(self, stage: str | None = None) -> None:

@@ -158,7 +158,6 @@ def fit(recipe: Recipe) -> lightning.Trainer:
     """
     out = output_folder(recipe)
     folder = out / "steps"
-    checkpoint = resume_from(recipe, folder)
     data = PodDataModule(
         recipe.data.path,
         sequence_length=recipe.data.sequence_length,
@@ -169,6 +168,7 @@ def fit(recipe: Recipe) -> lightning.Trainer:
         shuffle=recipe.data.shuffle,
         validation_path=recipe.data.validation_path,
     )
+    checkpoint = resume_from(recipe, folder)
     if rank_zero_only.rank == 0:  # a flipped bit would be trained on; reading all takes a second per gigabyte
         for prepared in filter(None, (data.prepared, data.validation)):
             prepared.verify()
@@ -278,6 +278,9 @@ def main(arguments: list[str]) -> int:
             again = [argument for argument in arguments if not argument.startswith("resume=")]
             print(f"{stopped}; go on with: python -m pod.fit {shlex.join(again)} resume=auto", flush=True)
         return stopped.code
+    if rank_zero_only.rank == 0:
+        out = output_folder(recipe)
+        print(f"written: {out}; next: python -m pod.export --ckpt {out} --out exports/{out.name}")
     return 0
 
 

@@ -18,6 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, pipeline
 
 import pod
+from pod.analyze import main as analyze_main
 from pod.blocks import LayerBlocks
 from pod.checkpoints import is_whole, last_checkpoint
 from pod.data import PodDataModule
@@ -182,6 +183,30 @@ def test_truncated_checkpoint_is_named_and_the_one_before_taken(trained, tmp_pat
     flipped[whole.index(record) + len(record) // 2] ^= 1  # not one of the bytes that only pad
     (tmp_path / "step=10.ckpt").write_bytes(flipped)
     assert not is_whole(tmp_path / "step=10.ckpt")
+
+
+def test_analysing_refuses_a_runs_folder_and_data_of_another_length(trained, prepared, tmp_path, capsys):
+    line = [f"recipe={recipe_file(tmp_path, prepared, base=export(trained, tmp_path / 'base'))}"]
+    assert analyze_main([*line, f"output={trained}"]) == 2
+    assert f"{trained} holds a run" in capsys.readouterr().err and not (trained / "blocks.json").exists()
+    assert analyze_main([*line, "data.sequence_length=64", "trainer.tokens_per_batch=512"]) == 2
+    assert "was prepared with 128: set sequence_length=128" in capsys.readouterr().err
+    assert analyze_main(line) == 0
+    assert "attention similarity: 100%" in capsys.readouterr().err
+    assert (tmp_path / "run" / "blocks.json").exists()
+
+
+def test_a_missing_data_path_is_said_before_an_earlier_run(trained, prepared, tmp_path, capsys):
+    line = [f"recipe={recipe_file(tmp_path, prepared)}", f"output={trained}", "data.path=nowhere"]
+    assert fit_main(line) == 2
+    assert "no prepared data at nowhere" in capsys.readouterr().err
+
+
+def test_fit_ends_with_what_is_next(prepared, tmp_path, capsys):
+    assert fit_main([f"recipe={recipe_file(tmp_path, prepared)}", "trainer.max_steps=1"]) == 0
+    run = tmp_path / "run"
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == f"written: {run}; next: python -m pod.export --ckpt {run} --out exports/run"
 
 
 def test_torchs_initialization_has_embeddings_of_unit_variance():
