@@ -6,6 +6,8 @@ import pytest
 from scripts import script
 
 from pod.evaluation import command
+from pod.evaluation.models import load
+from pod.stock import first_config
 from pod.terminal import Stopped, interruptible
 
 
@@ -43,6 +45,19 @@ def test_a_script_whose_training_was_stopped_says_how_to_go_on(capsys):
 
     assert command.exit_status(stop)([]) == 128 + signal.SIGTERM
     assert capsys.readouterr().out.startswith("stopped at step 9; go on with: python ")
+
+
+def test_what_is_no_directory_is_said_to_be_looked_for_on_the_hub(capsys):
+    for _ in range(2):  # said once
+        with pytest.raises(ValueError, match="exports/not-there.* from the hub, and it is no directory here"):
+            load("exports/not-there")
+    assert capsys.readouterr().err == "exports/not-there: no such directory here; looking on the hub\n"
+    with pytest.raises(ValueError, match="no model at 'models/not-there': it is no directory or hub model"):
+        first_config("models/not-there", None)
+    assert "models/not-there: no such directory here; looking on the hub" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="/not/there/at/all: no such directory"):
+        load("/not/there/at/all")
+    assert capsys.readouterr().err == ""
 
 
 def test_preparing_is_interrupted_in_one_line(tmp_path, capsys, monkeypatch):

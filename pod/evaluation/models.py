@@ -41,7 +41,9 @@ def load(ckpt: str, device: str | None = None, dtype: str = "auto") -> tuple[Pre
             model = AutoModelForCausalLM.from_pretrained(ckpt, dtype=dtype)
             tokenizer = AutoTokenizer.from_pretrained(ckpt)
     except (OSError, ValueError) as error:
-        raise ValueError(f"--ckpt {ckpt}: no model and tokenizer can be loaded from there ({error})") from error
+        where = "from there" if path.exists() else "from the hub, and it is no directory here"
+        reason = " ".join(str(error).split())
+        raise ValueError(f"--ckpt {ckpt}: no model and tokenizer can be loaded {where} ({reason})") from error
     if device is None:
         count = torch.cuda.device_count()
         device = f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % count}" if count else "cpu"
