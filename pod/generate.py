@@ -18,6 +18,7 @@ from transformers import TextStreamer
 from pod import eviction as methods
 from pod.cache import PodCache
 from pod.evaluation.models import as_pod, load
+from pod.evaluation.texts import read_text
 from pod.terminal import interruptible
 
 
@@ -116,7 +117,7 @@ def main(arguments: list[str]) -> int:
         parser.error("--ckpt and one of --prompt and --prompt-file are required")
     try:
         chosen = [None] if options.eviction is None else methods.parse_all(options.eviction)
-        prompt = options.prompt if options.prompt is not None else options.prompt_file.read_text(encoding="utf-8")
+        prompt = options.prompt if options.prompt is not None else read_text(options.prompt_file, "--prompt-file")
         for method in chosen:
             if len(chosen) > 1:
                 print(f"\n{method}")

@@ -1,10 +1,12 @@
 """What the commands have in common on a terminal."""
 
+import argparse
 import signal
 
 import pytest
 from scripts import script
 
+from pod import generate
 from pod.evaluation import command
 from pod.evaluation.models import load
 from pod.stock import first_config
@@ -58,6 +60,29 @@ def test_what_is_no_directory_is_said_to_be_looked_for_on_the_hub(capsys):
     with pytest.raises(ValueError, match="/not/there/at/all: no such directory"):
         load("/not/there/at/all")
     assert capsys.readouterr().err == ""
+
+
+def test_a_prompt_file_that_is_not_there_is_said_in_words(tmp_path, capsys):
+    assert generate.main(["--ckpt", "x", "--prompt-file", str(tmp_path / "nowhere.txt")]) == 2
+    assert f"--prompt-file {tmp_path / 'nowhere.txt'}: there is no such file" in capsys.readouterr().err
+
+
+def test_a_training_run_is_named_before_other_options_are_judged(tmp_path, capsys):
+    (tmp_path / "run" / "steps").mkdir(parents=True)
+    line = ["--ckpt", str(tmp_path / "run"), "--depths", "1", "--out", str(tmp_path / "out")]
+    assert script("eval/passkey.py").main(line) == 2
+    assert "is a training run: export it first" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", [["256,512"], ["256", "512"], ["256,512", "1024"]])
+def test_numbers_are_taken_with_commas_and_with_spaces(given):
+    parser = argparse.ArgumentParser()
+    command.add_numbers(parser, "--lengths", [1], "tokens")
+    assert parser.parse_args([]).lengths == [1]
+    found = parser.parse_args(["--lengths", *given]).lengths
+    assert found == [int(part) for part in ",".join(given).split(",")]
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--lengths", "256,x"])
 
 
 def test_preparing_is_interrupted_in_one_line(tmp_path, capsys, monkeypatch):
