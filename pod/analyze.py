@@ -24,7 +24,7 @@ from pod.recipe import Recipe, output_folder
 from pod.recipe_loading import main_recipe
 from pod.similarity import attention_similarity, plot_similarity
 from pod.stock import load_stock
-from pod.terminal import interruptible
+from pod.terminal import as_command
 
 
 def analyze(recipe: Recipe) -> LayerBlocks:
@@ -138,7 +138,7 @@ def _digest(similarity: Tensor) -> str:
     return hashlib.sha256(similarity.numpy().tobytes()).hexdigest()
 
 
-@interruptible
+@as_command
 def main(arguments: list[str]) -> int:
     recipe = main_recipe(arguments, "pod.analyze")
     try:

@@ -30,7 +30,7 @@ from pod.blocks import LayerBlocks
 from pod.families import pod_config
 from pod.files import naming, opening, publish, write_sums
 from pod.lora import merge
-from pod.terminal import interruptible
+from pod.terminal import as_command
 
 CARD = """---
 library_name: pod-attention
@@ -321,7 +321,7 @@ def _verify(wanted: Tensor, folder: Path) -> None:
         )
 
 
-@interruptible
+@as_command
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m pod.export", description=__doc__.split("\n")[0])
     parser.add_argument("--ckpt", required=True, help="a run's folder or a checkpoint")

@@ -41,7 +41,7 @@ from pod.recipe import Recipe, accumulate, output_folder, steps, warmup_steps
 from pod.recipe_loading import main_recipe, save
 from pod.stock import first_config
 from pod.strategy import UlyssesDeepSpeedStrategy
-from pod.terminal import Stopped, interruptible
+from pod.terminal import Stopped, as_command
 
 
 class MetricsWriter(ExperimentWriter):
@@ -260,7 +260,7 @@ def fit(recipe: Recipe) -> lightning.Trainer:
     return trainer
 
 
-@interruptible
+@as_command
 def main(arguments: list[str]) -> int:
     if any(argument.startswith("plan=") for argument in arguments):
         return show_plan(arguments)

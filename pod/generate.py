@@ -19,7 +19,7 @@ from pod import eviction as methods
 from pod.cache import PodCache
 from pod.evaluation.models import as_pod, load
 from pod.evaluation.texts import read_text
-from pod.terminal import interruptible
+from pod.terminal import as_command
 
 
 def generate(
@@ -90,7 +90,7 @@ def generate(
     return tokenizer.decode(new, skip_special_tokens=True)
 
 
-@interruptible
+@as_command
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m pod.generate", description=__doc__.split("\n")[0])
     parser.add_argument("--ckpt", help="an exported model's directory")

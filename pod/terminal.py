@@ -1,11 +1,34 @@
-"""What the commands have in common on a terminal: how they end when they are interrupted."""
+"""What the commands have in common on a terminal: which warnings are left out, how they end when interrupted."""
 
+import logging
+import re
 import signal
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 
 INTERRUPTED = 128 + signal.SIGINT  # the exit status that shells give to a command that Ctrl-C ended
+
+# What the libraries below say of themselves, of what is meant, or for their own sake: nobody who runs a command can
+# mend it, or need.
+NOISE = (
+    r"'set_vital' is deprecated, please do not call",
+    r"`isinstance\(treespec, LeafSpec\)` is deprecated, use ",
+    r"`weights_only` was not set, defaulting to `False`\.",
+    r"\W*Tip: For seamless cloud logging and experiment tracking, try installing \[litlogger\]",
+    r"`Trainer\(limit_val_batches=1\)` was configured so 1 batch will be used\.",
+    r"Checkpoint directory .+ exists and is not empty\.",
+    r"Found \d+ module\(s\) in eval mode at the start of training\.",
+    # DeepSpeed is imported with the first model that transformers saves, where it is installed.
+    r"Setting accelerator to CPU\. If you have GPU or other accelerator, we were unable to detect it\.",
+)
+LOGGERS = (
+    "lightning.pytorch.utilities.rank_zero",
+    "lightning.pytorch.trainer.connectors.checkpoint_connector",
+    "DeepSpeed",
+)
 
 
 class Stopped(SystemExit):
@@ -24,13 +47,34 @@ class Stopped(SystemExit):
         return f"stopped at step {self.step}"
 
 
-def interruptible(main: Callable[..., int]) -> Callable[..., int]:
-    """A command's `main` that Ctrl-C ends with one line and status 130, in the place of a traceback."""
+def _is_no_noise(record: logging.LogRecord) -> bool:
+    return not any(re.match(noise, record.getMessage()) for noise in NOISE)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without NOISE in the block, neither as warnings nor as lines of a log."""
+    loggers = [logging.getLogger(name) for name in LOGGERS]
+    with warnings.catch_warnings():
+        for noise in NOISE:
+            warnings.filterwarnings("ignore", message=noise)
+        for logger in loggers:
+            logger.addFilter(_is_no_noise)
+        try:
+            yield
+        finally:
+            for logger in loggers:
+                logger.removeFilter(_is_no_noise)
+
+
+def as_command(main: Callable[..., int]) -> Callable[..., int]:
+    """A command's `main`, `quiet`, which Ctrl-C ends with one line and status 130, in the place of a traceback."""
 
     @wraps(main)
     def run(*arguments: list[str] | None) -> int:
         try:
-            return main(*arguments)
+            with quiet():
+                return main(*arguments)
         except KeyboardInterrupt:
             pass
         except SystemExit as exit:

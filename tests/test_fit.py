@@ -28,6 +28,7 @@ from pod.fit import main as fit_main
 from pod.module import PodModule
 from pod.prepared import PreparedDataset
 from pod.recipe_loading import load_recipe
+from pod.terminal import NOISE
 
 ROOT = Path(__file__).parent.parent
 CONFIG = {
@@ -202,11 +203,16 @@ def test_a_missing_data_path_is_said_before_an_earlier_run(trained, prepared, tm
     assert "no prepared data at nowhere" in capsys.readouterr().err
 
 
-def test_fit_ends_with_what_is_next(prepared, tmp_path, capsys):
-    assert fit_main([f"recipe={recipe_file(tmp_path, prepared)}", "trainer.max_steps=1"]) == 0
+def test_fit_ends_with_what_is_next(prepared, tmp_path, capsys, caplog, recwarn):
+    (tmp_path / "run" / "best").mkdir(parents=True)
+    (tmp_path / "run" / "best" / "note.txt").write_text("not empty")
+    keys = ["trainer.max_steps=1", "trainer.validate_every=1", "trainer.validation_batches=1"]
+    assert fit_main([f"recipe={recipe_file(tmp_path, prepared)}", *keys]) == 0
     run = tmp_path / "run"
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == f"written: {run}; next: python -m pod.export --ckpt {run} --out exports/run"
+    assert not [one for one in recwarn for noise in NOISE if re.match(noise, str(one.message))]
+    assert not re.search("litlogger|limit_val_batches|weights_only", caplog.text) and "max_steps=1" in caplog.text
 
 
 def test_torchs_initialization_has_embeddings_of_unit_variance():

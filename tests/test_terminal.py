@@ -1,7 +1,9 @@
 """What the commands have in common on a terminal."""
 
 import argparse
+import logging
 import signal
+import warnings
 
 import pytest
 from scripts import script
@@ -10,7 +12,7 @@ from pod import generate
 from pod.evaluation import command
 from pod.evaluation.models import load
 from pod.stock import first_config
-from pod.terminal import Stopped, interruptible
+from pod.terminal import Stopped, as_command
 
 
 def interrupted(*arguments, **options):
@@ -25,7 +27,7 @@ def lightnings_exit(*arguments):
 
 
 @pytest.mark.parametrize("main", [interrupted, lightnings_exit])
-@pytest.mark.parametrize("wrapper", [interruptible, command.exit_status])
+@pytest.mark.parametrize("wrapper", [as_command, command.exit_status])
 def test_an_interrupt_is_one_line(main, wrapper, capsys):
     assert wrapper(main)([]) == 130
     assert capsys.readouterr().err == "interrupted\n"
@@ -36,9 +38,9 @@ def test_another_exit_is_left_alone():
         raise SystemExit(3)
 
     with pytest.raises(SystemExit) as ended:
-        interruptible(leave)([])
+        as_command(leave)([])
     assert ended.value.code == 3
-    assert interruptible(lambda arguments: 4)([]) == 4
+    assert as_command(lambda arguments: 4)([]) == 4
 
 
 def test_a_script_whose_training_was_stopped_says_how_to_go_on(capsys):
@@ -47,6 +49,29 @@ def test_a_script_whose_training_was_stopped_says_how_to_go_on(capsys):
 
     assert command.exit_status(stop)([]) == 128 + signal.SIGTERM
     assert capsys.readouterr().out.startswith("stopped at step 9; go on with: python ")
+
+
+def test_noise_is_left_out_of_commands_alone(capsys, recwarn):
+    log = logging.getLogger("DeepSpeed")
+    lines = []
+    log.addHandler(handler := logging.Handler())
+    handler.emit = lambda record: lines.append(record.getMessage())
+    noise = "Setting accelerator to CPU. If you have GPU or other accelerator, we were unable to detect it."
+
+    def main(arguments):
+        log.warning(noise)
+        log.warning("the optimizer was changed")
+        warnings.warn("Checkpoint directory /x/steps exists and is not empty.", stacklevel=1)
+        warnings.warn("the loss is not finite", stacklevel=1)
+        return 0
+
+    as_command(main)([])
+    assert lines == ["the optimizer was changed"]
+    assert [str(one.message) for one in recwarn] == ["the loss is not finite"]
+    lines.clear()
+    main([])
+    log.removeHandler(handler)
+    assert len(lines) == 2 and len(recwarn) == 3
 
 
 def test_what_is_no_directory_is_said_to_be_looked_for_on_the_hub(capsys):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pod import eviction
-from pod.terminal import Stopped, interruptible
+from pod.terminal import Stopped, as_command
 
 
 def default_folder(script: str) -> Path:
@@ -62,7 +62,7 @@ def exit_status(main: Callable[[list[str] | None], None]) -> Callable[[list[str]
     One that trains goes on where a signal stopped it, when it is called again: the last line says so.
     """
 
-    @interruptible
+    @as_command
     @wraps(main)
     def run(arguments: list[str] | None = None) -> int:
         try:
