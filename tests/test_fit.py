@@ -2,6 +2,7 @@
 
 import csv
 import json
+import multiprocessing
 import os
 import re
 import shlex
@@ -315,6 +316,17 @@ def test_ctrl_c_ends_the_step_and_writes_a_checkpoint(trained, prepared, tmp_pat
     ours, theirs = (load_checkpoint(folder)[0]["state_dict"] for folder in (tmp_path / "run", trained))
     for name in theirs:
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-7)
+
+
+def test_readers_outlive_the_terminals_ctrl_c(prepared, ctrl_c):
+    """It reaches every process of the terminal, and the step at hand wants more samples."""
+    data = PodDataModule(prepared, sequence_length=128, micro_batch_size=4, num_workers=1)
+    for loader, count in ((data.train_dataloader(), 100), (data.val_dataloader(), 4)):
+        batches = iter(loader)
+        read = [next(batches)]
+        (reader,) = multiprocessing.active_children()
+        os.kill(reader.pid, signal.SIGINT)
+        assert len(read + list(batches)) == count
 
 
 def test_a_second_ctrl_c_stops_at_once(prepared, tmp_path, capfd, ctrl_c):
