@@ -19,8 +19,11 @@ export DS_ACCELERATOR := cpu
 
 install: $(STAMP)
 
-# torch goes first and by its exact version: an open range may fetch gigabytes of CUDA packages.
+# torch goes first and by its exact version: where the index has a build without CUDA, an open range would pass it over
+# for a newer one with gigabytes of CUDA packages.
+OLD := PoD wants Python 3.11 or newer. Name one: make install PYTHON=python3.12
 $(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "$(OLD)")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -c constraints.txt torch==2.13.0
 	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
@@ -39,7 +42,7 @@ STAGE = $(BIN)/python -m pod.fit recipe=tiny-base resume=auto output=$(BASE)-run
 	data.sequence_length=$(1) data.micro_batch_size=$(2) trainer.max_steps=$(3) optimizer.min_lr=$(4) \
 	trainer.answer_weight=$(5) $(6) && \
 	$(BIN)/python -m pod.export --ckpt $(BASE)-run/$(1) --out $(BASE)-run/$(1)/export --force $(7)
-FROM = model.config=null optimizer.warmup_steps=20 model.base=$(BASE)-run/$(1)/export
+FROM = model.config=null model.initialization=transformers optimizer.warmup_steps=20 model.base=$(BASE)-run/$(1)/export
 
 tiny-base: $(STAMP)
 	$(call CORPUS,128,64000,512,--keys-min 3 --keys-max 4)

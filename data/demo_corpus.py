@@ -236,8 +236,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         write_corpus(**options)
     except (OSError, ValueError) as error:
-        print(f"demo_corpus: {error}", file=sys.stderr)
-        return 1
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

@@ -5,7 +5,7 @@
         --sequence-length 32768 --length-intervals 4096 16384
     python data/prepare.py --source prolong-data-512K/ --out prepared/prolong --tokenizer meta-llama/Llama-3.1-8B \\
         --sequence-length 131072 --length-intervals 16384 65536
-    python data/prepare.py --source chats.jsonl --chat --out prepared/chats --tokenizer Qwen/Qwen2.5-7B-Instruct \
+    python data/prepare.py --source chats.jsonl --chat --out prepared/chats --tokenizer Qwen/Qwen2.5-7B-Instruct \\
         --sequence-length 8192
 
 Reads text (.txt, .text), Markdown (.md, .markdown) and Python (.py), one document a file; JSON lines (.jsonl,
@@ -161,11 +161,12 @@ def prepare(
     Raises:
         FileNotFoundError: no input files.
         FileExistsError: `out` exists (without `force`).
-        ValueError: nothing readable in the input, or too little of it, a bad argument, an unknown tokenizer, a bad MDS
-            shard, intervals that cannot give equal shares, another run at work on `out`.
+        ValueError: nothing readable in the input, or too little of it, none of it for training, a bad argument, an
+            unknown tokenizer, a bad MDS shard, intervals that cannot give equal shares, another run at work on `out`.
     """
     from pod.files import write_text
-    from pod.sample_writer import SampleWriter, samples_of_a_shard
+    from pod.prepared import token_dtype
+    from pod.sample_writer import SHARD_BYTES, SampleWriter, samples_of_a_shard
 
     if not 0 <= held_out < 1:
         raise ValueError(f"--held-out {held_out}: a share of the documents, at least 0 and below 1")
@@ -180,6 +181,12 @@ def prepare(
         raise ValueError(f"--length-intervals {' '.join(map(str, edges))}: lengths in tokens, rising, at least 1")
     units = find_units(sources)
     _, vocab_size, pad_id = load_tokenizer(tokenizer)
+    most = SHARD_BYTES // token_dtype(vocab_size).itemsize
+    if sequence_length > most:
+        raise ValueError(
+            f"--sequence-length {sequence_length}: a sample must fit into a shard of {SHARD_BYTES >> 30} GiB, which is "
+            f"{most} tokens"
+        )
     if chat_template is not None and not chat:
         raise ValueError(f"--chat-template {chat_template}: only --chat writes chats")
     reading = Reading(
@@ -219,6 +226,10 @@ def prepare(
             begin[part] = np.cumsum(table["length"][part]) - table["length"][part]
         source = np.repeat(np.arange(len(counts)), counts)
         splits, duplicates = split_documents(table["sha256"], held_out, seed)
+        if not len(splits["train"]):
+            raise ValueError(
+                f"--held-out {held_out:g} leaves none of the {len(table) - duplicates} documents for training: lower it"
+            )
         used = np.minimum(table["length"], sequence_length) if one_document else table["length"]
         lonely = 0
         if one_document:  # a sample of one token foretells nothing
@@ -332,8 +343,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         report = prepare(options.pop("source"), **options)
     except (OSError, ValueError) as error:
-        print(f"prepare: {error}", file=sys.stderr)
-        return 1
+        print(f"error: {error}", file=sys.stderr)  # as `pod.exit_status`, without torch, which would delay --help
+        return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

@@ -5,10 +5,10 @@
     python eval/memory.py --model exports/tiny --memory 64MB --lengths 256,512 --output 32 --measure
 
 By arithmetic: no model is loaded, only its sizes are needed. Rows are dense, PoD, and PoD with each eviction method,
-each with a prefill that computes the last position's logits only (lean, what this library does) and with one that
-keeps the whole prompt's logits in float32 beside the half precision ones. `--measure` also builds the model with random
-weights and searches for the batch on the device at hand: on a GPU by its allocator's peak, on a CPU by the bytes of all
-live tensors. Writes memory.json, memory.md and memory.png.
+each with a prefill that computes the last position's logits only, as this library does, and with one that keeps all
+logits of the prompt, in float32 beside the half precision ones. `--measure` also builds the model with random weights
+and searches for the batch on the device at hand: on a GPU by its allocator's peak, on a CPU by the bytes of all live
+tensors. Writes memory.json, memory.md and memory.png.
 """
 
 import argparse
@@ -35,6 +35,7 @@ UNITS = {"KB": 2**10, "MB": 2**20, "GB": 2**30}
 DTYPES = {"bfloat16": 2, "float32": 4}
 # PoD's Table 2: prompt -> (dense, PoD), y = 8192, LLaMA3-8B on 80 GB, 35 % saved.
 PUBLISHED = {2048: (25, 33), 4096: (13, 17), 8192: (6, 8), 16384: (3, 4)}
+LAST_LOGITS, ALL_LOGITS = "last logits only", "all logits"  # what the prefill keeps
 KINDS = ("weights", "cache", "prefill logits", "activations")
 
 
@@ -76,6 +77,12 @@ def rows_of(options: argparse.Namespace, config: dict) -> list[tuple[str, Infere
         ValueError, RecipeError: a model, blocks or method that cannot be.
     """
     shape = Shape.from_config(config)
+    if config.get("share") in ("kv", "window"):
+        raise ValueError(
+            f"--model {options.model}: its config has share={config['share']!r}, whose cache and activations this "
+            "arithmetic does not count; name a model of share='scores' or 'keys' (PodCache.expected_nbytes counts the "
+            "cache of any)"
+        )
     dense = pod.LayerBlocks.dense(shape.layers, shape.kv_heads)
     if options.blocks is not None:
         blocks = pod.LayerBlocks.load(options.blocks)
@@ -94,10 +101,10 @@ def rows_of(options: argparse.Namespace, config: dict) -> list[tuple[str, Infere
     rows = [("dense", Inference(blocks=dense, **common)), ("PoD", Inference(blocks=blocks, **common))]
     rows += [(f"PoD + {type(m).__name__}({m.budget})", Inference(blocks=blocks, eviction=m, **common)) for m in chosen]
     return [
-        (f"{name}, {kind}", replace(row, whole_logits=kind == "whole logits"))
-        for kind in ("lean", "whole logits")
+        (f"{name}, {kind}", replace(row, whole_logits=kind == ALL_LOGITS))
+        for kind in (LAST_LOGITS, ALL_LOGITS)
         for name, row in rows
-        if kind == "lean" or row.eviction is None
+        if kind == LAST_LOGITS or row.eviction is None
     ]
 
 
@@ -164,7 +171,7 @@ def tables(result: dict) -> str:
     for row, values in result["rows"].items():
         cells = [str(c["batch"]) + (f" ({c['measured']})" if "measured" in c else "") for c in values["cells"]]
         batches.append([row, *cells])
-    for index, row in enumerate(("dense, published", "PoD, published")):
+    for index, row in enumerate(("dense, the paper's Table 2", "PoD, the paper's Table 2")):
         if "published" in result:
             pairs = [result["published"].get(str(length)) for length in lengths]
             batches.append([row, *("-" if pair is None else str(pair[index]) for pair in pairs)])
@@ -177,8 +184,8 @@ def tables(result: dict) -> str:
     note = ""
     if "published" in result:
         note = (
-            "\nPublished: PoD's Table 2 (arXiv 2412.02252). Its dense row halves with the prompt although the cache of "
-            "prompt and output\ndoes not: the whole prompt's logits explain that, and the rows that keep them are the "
+            "\nThe paper is PoD's (arXiv 2412.02252). Its dense row halves with the prompt although the cache of "
+            "prompt and output\ndoes not: all logits of the prompt explain that, and the rows that keep them are the "
             "ones to compare. What ran\nbeside the model there is not known, so the batches need not be equal.\n"
         )
     return (

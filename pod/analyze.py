@@ -18,13 +18,14 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from pod.blocks import LayerBlocks
+from pod.exit_status import exit_status
 from pod.files import check_writable, replacing
 from pod.prepared import PreparedData, PreparedDataset
 from pod.recipe import Recipe, output_folder
 from pod.recipe_loading import main_recipe
 from pod.similarity import attention_similarity, plot_similarity
-from pod.stock import load_stock
-from pod.terminal import as_command
+from pod.stock import first_config, load_stock
+from pod.tokenizer import check_vocabulary
 
 
 def analyze(recipe: Recipe) -> LayerBlocks:
@@ -47,6 +48,7 @@ def analyze(recipe: Recipe) -> LayerBlocks:
     out = output_folder(recipe)
     check_writable(out)
     dataset = PreparedDataset(_data(recipe), "train")
+    check_vocabulary(dataset.data, first_config(recipe.model.base, None).vocab_size)
     count = min(recipe.blocks.samples, len(dataset))
     # Spread over the whole set; each index gives the same sample on every machine.
     chosen = torch.linspace(0, len(dataset) - 1, count).long().tolist()
@@ -138,17 +140,12 @@ def _digest(similarity: Tensor) -> str:
     return hashlib.sha256(similarity.numpy().tobytes()).hexdigest()
 
 
-@as_command
-def main(arguments: list[str]) -> int:
+@exit_status
+def main(arguments: list[str]) -> None:
     recipe = main_recipe(arguments, "pod.analyze")
-    try:
-        refuse_run(output_folder(recipe))
-        _data(recipe).verify("train")
-        analyze(recipe)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    refuse_run(output_folder(recipe))
+    _data(recipe).verify("train")
+    analyze(recipe)
 
 
 if __name__ == "__main__":

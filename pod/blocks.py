@@ -163,10 +163,10 @@ class LayerBlocks:
         not divide the layers, the last block is shorter.
 
         Raises:
-            ValueError: a number below 1.
+            ValueError: a number below 1, or more layers in a block than there are.
         """
-        if size < 1:
-            raise ValueError(f"a block has at least 1 layer, got size {size}")
+        if not 1 <= size <= num_layers:
+            raise ValueError(f"a block has at least 1 and at most all of the {num_layers} layers, got size {size}")
         layers = cls.dense(num_layers, num_kv_heads).anchors
         return cls(layers - layers % size, {"size": size})
 

@@ -8,19 +8,41 @@ import signal
 import sys
 import threading
 import zipfile
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, Timer
 from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.utilities import rank_zero_only
 
+from pod.blocks import LayerBlocks
 from pod.files import replacing
-from pod.recipe import Recipe
+from pod.recipe import Recipe, RecipeError
+from pod.recipe_loading import load_recipe
+from pod.recipe_yaml import one_line
 from pod.strategy import COMPLETE, world_size_of
 from pod.terminal import Stopped
+
+# What a run keeps to its end, and the hyper-parameter of `PodModule` that says what it was. Of the schedule, what is
+# left out here takes effect when a run is resumed: its length, its warm-up, the rate at its end.
+KEPT = {
+    "model.share": "share",
+    "model.sink_size": "sink_size",
+    "model.recent_size": "recent_size",
+    "model.rope_theta": "rope_theta",
+    "lora.rank": "lora_rank",
+    "lora.alpha": "lora_alpha",
+    "lora.targets": "lora_targets",
+    # The optimiser's state brings these along, and they would win over the recipe's.
+    "optimizer.lr": "lr",
+    "optimizer.betas": "betas",
+    "optimizer.weight_decay": "weight_decay",
+}
+# How the blocks were found, of which the checkpoint knows the result alone.
+FOUND_BY = ("kv_saving", "threshold", "method", "samples", "last_q", "distant_only")
 
 
 def is_whole(checkpoint: Path) -> bool:
@@ -71,10 +93,10 @@ def resume_from(recipe: Recipe, folder: Path) -> Path | None:
 
     Raises:
         ValueError: the run's folder holds checkpoints and the recipe does not say whether to continue; or the named
-            checkpoint is missing or damaged, or was written by another strategy.
+            checkpoint is missing or damaged, was written by another strategy, or belongs to a run of another model.
     """
     if recipe.resume == "auto":
-        return check_layout(last_checkpoint(folder), recipe)
+        return check_same(check_layout(last_checkpoint(folder), recipe), recipe)
     if recipe.resume == "never":
         if checkpoints(folder):
             raise ValueError(
@@ -87,7 +109,7 @@ def resume_from(recipe: Recipe, folder: Path) -> Path | None:
         raise ValueError(f"resume={recipe.resume}: there is no such checkpoint")
     if not is_whole(path):
         raise ValueError(f"resume={recipe.resume}: the checkpoint is truncated or damaged; try resume=auto")
-    return check_layout(path, recipe)
+    return check_same(check_layout(path, recipe), recipe)
 
 
 def check_layout(checkpoint: Path | None, recipe: Recipe) -> Path | None:
@@ -105,6 +127,89 @@ def check_layout(checkpoint: Path | None, recipe: Recipe) -> Path | None:
             f"{checkpoint} is {kind}: continue with trainer.strategy={wanted}, or export it and start anew"
         )
     return checkpoint
+
+
+def hyper_parameters(checkpoint: Path) -> dict[str, Any]:
+    """What the `PodModule` of a checkpoint was made with. A directory's shard is unpickled."""
+    if checkpoint.is_dir():
+        shard = min(checkpoint.glob("checkpoint/*_model_states.pt"))
+        content = torch.load(shard, map_location="cpu", weights_only=False, mmap=True)
+    else:
+        content = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
+    return dict(content.get("hyper_parameters") or {})
+
+
+def check_same(checkpoint: Path | None, recipe: Recipe) -> Path | None:
+    """The checkpoint, if the recipe goes on with the model that it holds.
+
+    Raises:
+        RecipeError: the recipe asks for something else that a run keeps; names the key and both values. A setting that
+            only a new run can have would fail in the midst of loading, or be ignored.
+    """
+    if checkpoint is None:
+        return None
+    saved = hyper_parameters(checkpoint)
+    if "sink_size" not in saved:
+        raise RecipeError(f"resume: {checkpoint} is no checkpoint of pod.fit, it holds no PoD hyper-parameters")
+    kept = {key: (saved[name], attrgetter(key)(recipe)) for key, name in KEPT.items() if name in saved}
+    if not saved.get("lora_rank") and not recipe.lora.rank:
+        del kept["lora.alpha"], kept["lora.targets"]
+    kept["model.base"] = saved["base"], recipe.model.base
+    theirs, ours = saved["model_config"] or {}, recipe.model.config or {}
+    if theirs and ours:
+        kept |= {f"model.config.{name}": (theirs.get(name), ours.get(name)) for name in {**theirs, **ours}}
+    kept |= _found_by(checkpoint, recipe)
+    for key, (was, wanted) in kept.items():
+        if _comparable(key, was) != _comparable(key, wanted):
+            raise RecipeError(
+                f"{key} is {one_line(wanted)}, and {checkpoint} was trained with {one_line(was)}: continue with "
+                f"{key}={one_line(was)}, or begin a new run with another output=FOLDER"
+            )
+    return checkpoint
+
+
+def _comparable(key: str, value: Any) -> Any:
+    if key == "model.base" and value is not None and Path(value).exists():
+        return Path(value).resolve()
+    if key == "lora.targets":
+        return set(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _found_by(checkpoint: Path, recipe: Recipe) -> dict[str, tuple[Any, Any]]:
+    """The keys by which blocks are found -> what they were in the checkpoint's run, if it left its recipe; and now."""
+    file = checkpoint.parent.parent / "recipe.yaml"
+    if any(value is not None for value in (recipe.blocks.file, recipe.blocks.size)) or not file.is_file():
+        return {}
+    try:
+        before = load_recipe([f"recipe={file}"]).blocks
+    except RecipeError:  # of another version of the library, or damaged: the blocks themselves are compared
+        return {}
+    if before.file is not None or before.size is not None:
+        return {}
+    if before.kv_saving == recipe.blocks.kv_saving == 0 and before.threshold is recipe.blocks.threshold is None:
+        return {}
+    return {f"blocks.{name}": (getattr(before, name), getattr(recipe.blocks, name)) for name in FOUND_BY}
+
+
+def check_blocks(checkpoint: Path, blocks: LayerBlocks | None, recipe: Recipe) -> None:
+    """Refuse to go on with other blocks than those of a checkpoint.
+
+    Raises:
+        RecipeError: names the key that gave them.
+    """
+    saved = hyper_parameters(checkpoint)["blocks"]
+    before = None if saved is None or LayerBlocks(saved).is_dense else LayerBlocks(saved)
+    wanted = None if blocks is None or blocks.is_dense else blocks
+    if before == wanted:
+        return
+    given = [name for name in ("file", "size", "threshold") if getattr(recipe.blocks, name) is not None]
+    key = f"blocks.{given[0] if given else 'kv_saving'}"
+    raise RecipeError(
+        f"{key}={one_line(attrgetter(key)(recipe))} gives {wanted or 'a dense model'}, and {checkpoint} was trained "
+        f"with {before or 'a dense model'}: continue with the blocks of its run (its blocks.json), or begin a new run "
+        "with another output=FOLDER"
+    )
 
 
 class Checkpoints(ModelCheckpoint):
@@ -143,6 +248,20 @@ class WholeFiles(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         with replacing(path) as aside, open(aside, "wb") as file:
             torch.save(checkpoint, file)
+
+
+class TimeLimit(Timer):
+    """Lightning's, which asks at the end of a step only: in its midst, the gradients accumulated so far would be lost.
+
+    The limit is that of one process, not of a run and all that went on with it: a resumed one has it anew.
+    """
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, module: lightning.LightningModule, *batch) -> None:
+        if not trainer.fit_loop._should_accumulate():
+            super().on_train_batch_end(trainer, module, *batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
 
 
 class SaveAtEnd(Callback):

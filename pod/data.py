@@ -19,16 +19,23 @@ from pod.prepared import PreparedData, PreparedDataset, collate
 class ResumableSampler(DistributedSampler):
     """Yields the sample numbers of one epoch for one rank: a permutation that (seed, epoch) alone determine.
 
-    Step s of an epoch takes the next `micro_batch_size * num_replicas` samples of the permutation, of which each rank
-    has a contiguous part, so that an optimiser step of the same size sees the same samples however many ranks share
-    it. What is left at the end of an epoch and fills no step is dropped.
+    A micro-batch of all ranks takes the next `micro_batch_size * num_replicas` samples of the permutation, of which
+    each rank has a contiguous part, so that an optimiser step of the same size sees the same samples however many ranks
+    share it. An epoch ends with a whole optimiser step: what is left and fills none is dropped, and is other samples in
+    the next epoch, whose permutation is another.
 
     It derives from torch's DistributedSampler so that Lightning recognises that the work is split and puts no sampler
     of its own in its place, which would shuffle again and know of no position.
 
+    Args:
+        accumulation: micro-batches of an optimiser step.
+
     Attributes:
         epoch: which permutation; set by the loader.
         start: samples of the permutation, over all ranks, that are skipped because they were trained on already.
+
+    Raises:
+        ValueError: the dataset has too few samples for one optimiser step; names the numbers.
     """
 
     def __init__(
@@ -39,25 +46,47 @@ class ResumableSampler(DistributedSampler):
         rank: int = 0,
         seed: int = 0,
         shuffle: bool = True,
+        accumulation: int = 1,
     ) -> None:
         super().__init__(dataset, num_replicas=num_replicas, rank=rank, shuffle=shuffle, seed=seed)
         self.micro_batch_size = micro_batch_size
+        self.accumulation = accumulation
         self.start = 0
+        if len(dataset) < self.step:
+            raise ValueError(
+                f"{len(dataset)} training samples, but one optimiser step takes {self.step} (micro_batch_size "
+                f"{micro_batch_size} x {num_replicas} data-parallel ranks x {accumulation} accumulated micro-batches): "
+                "lower tokens_per_batch or micro_batch_size, or prepare more text"
+            )
+
+    @property
+    def micro_step(self) -> int:
+        """Samples that all ranks together take at once."""
+        return self.micro_batch_size * self.num_replicas
 
     @property
     def step(self) -> int:
-        """Samples that all ranks together take at once."""
-        return self.micro_batch_size * self.num_replicas
+        """Samples of an optimiser step, over all ranks."""
+        return self.micro_step * self.accumulation
+
+    @property
+    def epoch_size(self) -> int:
+        """Samples of an epoch, over all ranks: whole optimiser steps."""
+        return len(self.dataset) // self.step * self.step
+
+    def next_step(self, samples: int) -> int:
+        """Where in an epoch the next whole optimiser step begins: `samples` itself, unless steps had another size."""
+        return min(-(-samples // self.step) * self.step, self.epoch_size)
 
     def __iter__(self) -> Iterator[int]:
         count = len(self.dataset)
         order = np.random.default_rng((self.seed, self.epoch)).permutation(count) if self.shuffle else np.arange(count)
-        for first in range(self.start, count - self.step + 1, self.step):
+        for first in range(self.start, self.epoch_size, self.micro_step):
             mine = first + self.rank * self.micro_batch_size
             yield from order[mine : mine + self.micro_batch_size].tolist()
 
     def __len__(self) -> int:
-        return len(self.dataset) // self.step * self.micro_batch_size
+        return self.epoch_size // self.num_replicas
 
     def set_epoch(self, epoch: int) -> None:
         """Nothing: the loader counts epochs. Lightning calls this only after it has asked the loader to iterate."""
@@ -66,9 +95,10 @@ class ResumableSampler(DistributedSampler):
 class ResumableLoader(StatefulDataLoader):
     """A StatefulDataLoader whose state is a position in the data and nothing else: {"epoch", "samples"}.
 
-    The position counts the batches handed out, not those that workers have prefetched. Because the order of samples
-    follows from it alone, a run may go on with another number of workers or ranks, which torchdata's own state
-    (a snapshot of every worker) does not allow.
+    The position counts the batches handed out, not those that workers have prefetched, and stands between two optimiser
+    steps: the gradients of a step that is not done are in no checkpoint. Because the order of samples follows from it
+    alone, a run may go on with another number of workers or ranks, which torchdata's own state (a snapshot of every
+    worker) does not allow. Where optimiser steps have become larger, it moves on to where one of the new ones begins.
 
     Iterating begins the next epoch, or where `load_state_dict` said. Needs a `ResumableSampler`.
 
@@ -84,7 +114,7 @@ class ResumableLoader(StatefulDataLoader):
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         # A generator, so nothing is prefetched for an iterator that is made and thrown away, as Lightning does.
         sampler = self.sampler
-        if self._begun or self.samples + sampler.step > len(sampler.dataset):
+        if self._begun or self.samples >= sampler.epoch_size:
             self.epoch += 1
             self.samples = 0
         self._begun = True
@@ -92,7 +122,7 @@ class ResumableLoader(StatefulDataLoader):
         iterator = super().__iter__()
         try:
             for batch in iterator:
-                self.samples += sampler.step
+                self.samples += sampler.micro_step
                 yield batch
         finally:
             # The last references: workers end now. Left to the garbage collector, each is waited for in vain for 5 s.
@@ -102,10 +132,11 @@ class ResumableLoader(StatefulDataLoader):
 
     def state_dict(self) -> dict[str, int]:
         unused = self.in_flight() if self.in_flight is not None else 0
-        return {"epoch": self.epoch, "samples": max(0, self.samples - unused * self.sampler.step)}
+        trained = max(0, self.samples - unused * self.sampler.micro_step)
+        return {"epoch": self.epoch, "samples": trained // self.sampler.step * self.sampler.step}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        self.epoch, self.samples = state_dict["epoch"], state_dict["samples"]
+        self.epoch, self.samples = state_dict["epoch"], self.sampler.next_step(state_dict["samples"])
         self._begun = False
 
 
@@ -118,7 +149,8 @@ class PodDataModule(LightningDataModule):
     """Reads a prepared directory; its state is part of Lightning's checkpoints, so that a resumed run goes on exactly.
 
     Under a distributed strategy the ranks share the samples as the strategy's `distributed_sampler_kwargs` say
-    (num_replicas, rank).
+    (num_replicas, rank). An epoch is as many whole optimiser steps, of the Trainer's `accumulate_grad_batches`, as the
+    data has samples for; the rest is dropped, and is drawn anew in each epoch.
 
     Args:
         path: a prepared directory.
@@ -178,30 +210,31 @@ class PodDataModule(LightningDataModule):
         """Forget the position of an earlier `fit` with this object."""
         self._loader = None
 
+    def _sampler(self) -> ResumableSampler:
+        trainer, dataset = self.trainer, PreparedDataset(self.prepared, "train")
+        share = (trainer.distributed_sampler_kwargs if trainer is not None else None) or {}
+        try:
+            return ResumableSampler(
+                dataset,
+                micro_batch_size=self.micro_batch_size,
+                num_replicas=share.get("num_replicas", 1),
+                rank=share.get("rank", 0),
+                seed=self.seed,
+                shuffle=self.shuffle,
+                accumulation=trainer.accumulate_grad_batches if trainer is not None else 1,
+            )
+        except ValueError as error:
+            raise ValueError(f"{self.prepared.path}: {error}") from None
+
     def train_dataloader(self) -> ResumableLoader:
         """The training loader: batches of [micro_batch_size, T], at the position that `load_state_dict` was given.
 
         Raises:
-            ValueError: the split is missing or holds too few samples for one step of all ranks.
+            ValueError: the split is missing or holds too few samples for one optimiser step of all ranks.
         """
-        dataset = PreparedDataset(self.prepared, "train")
-        share = (self.trainer.distributed_sampler_kwargs if self.trainer is not None else None) or {}
-        sampler = ResumableSampler(
-            dataset,
-            micro_batch_size=self.micro_batch_size,
-            num_replicas=share.get("num_replicas", 1),
-            rank=share.get("rank", 0),
-            seed=self.seed,
-            shuffle=self.shuffle,
-        )
-        if len(dataset) < sampler.step:
-            raise ValueError(
-                f"{self.prepared.path} has {len(dataset)} training samples, one step takes {sampler.step} "
-                f"(micro_batch_size {self.micro_batch_size} x {sampler.num_replicas} data-parallel ranks): "
-                "lower micro_batch_size or prepare more text"
-            )
+        sampler = self._sampler()
         loader = ResumableLoader(
-            dataset,
+            sampler.dataset,
             batch_size=self.micro_batch_size,
             sampler=sampler,
             num_workers=self.num_workers,
@@ -248,8 +281,13 @@ class PodDataModule(LightningDataModule):
         progress = self.trainer.fit_loop.epoch_loop.batch_progress.current
         return progress.ready - progress.processed
 
+    def batches_trained(self) -> int:
+        """Of the epoch that `load_state_dict` goes on with, the batches on each rank that come before its position."""
+        sampler = self._sampler()
+        return sampler.next_step((self._resume or {"samples": 0})["samples"]) // sampler.micro_step
+
     def state_dict(self) -> dict[str, Any]:
-        """The position after the last batch trained on: epoch, samples of it over all ranks; and what it counts in."""
+        """The position after the last optimiser step: epoch, samples of it over all ranks; and what it counts in."""
         position = self._resume or {"epoch": 0, "samples": 0}
         if self._loader is not None:
             position = self._loader.state_dict()

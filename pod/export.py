@@ -17,20 +17,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
-    ByT5Tokenizer,
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from pod.blocks import LayerBlocks
+from pod.exit_status import exit_status
 from pod.families import pod_config
-from pod.files import naming, opening, publish, write_sums
+from pod.files import naming, publish, write_sums
 from pod.lora import merge
-from pod.terminal import as_command
+from pod.stock import first_config
+from pod.tokenizer import load_tokenizer
 
 CARD = """---
 library_name: pod-attention
@@ -140,14 +139,7 @@ def rebuild(checkpoint: dict, dtype: torch.dtype | None = None) -> PreTrainedMod
     hparams = checkpoint.get("hyper_parameters")
     if not hparams or "sink_size" not in hparams:
         raise ValueError("this is no checkpoint of pod.fit: it holds no PoD hyper-parameters")
-    if hparams["base"] is not None:
-        with opening(hparams["base"]):
-            config = AutoConfig.from_pretrained(hparams["base"])
-        if hparams["rope_theta"] is not None:
-            config.rope_parameters = {**config.rope_parameters, "rope_theta": float(hparams["rope_theta"])}
-    else:
-        fields = dict(hparams["model_config"])
-        config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    config = first_config(hparams["base"], hparams["model_config"], hparams["rope_theta"])
     if hparams["blocks"] is not None or hparams["share"] == "window":
         dense = LayerBlocks.dense(config.num_hidden_layers, config.num_key_value_heads)
         blocks = dense if hparams["blocks"] is None else LayerBlocks(hparams["blocks"])
@@ -174,10 +166,10 @@ def rebuild(checkpoint: dict, dtype: torch.dtype | None = None) -> PreTrainedMod
 
 
 def tokenizer_of(run: Path, base: str | None) -> PreTrainedTokenizerBase | None:
-    """The tokenizer that the run was trained with; None when it is not known.
+    """The tokenizer that the run was trained with, the base's if its recipe names none; None when it is not known.
 
     Raises:
-        ValueError: the run's recipe cannot be read.
+        ValueError: the run's recipe cannot be read, or the tokenizer that it names cannot.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -189,15 +181,15 @@ def tokenizer_of(run: Path, base: str | None) -> PreTrainedTokenizerBase | None:
     except (AttributeError, KeyError, TypeError, ValueError, OmegaConfBaseException, YAMLError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{recipe} is truncated or damaged, it names the run's tokenizer: {reason}") from error
-    if name == "bytes":
-        return ByT5Tokenizer(extra_ids=0)
-    for source in (name, base):
-        if source is not None:
-            try:
-                return AutoTokenizer.from_pretrained(source)
-            except (OSError, ValueError):
-                continue
-    return None
+    if name is not None:
+        try:
+            return load_tokenizer(name)
+        except ValueError as error:
+            raise ValueError(f"model.tokenizer={name} in {recipe}: {error}") from error
+    try:
+        return None if base is None else load_tokenizer(base)
+    except ValueError:
+        return None
 
 
 def measured(run: Path, step: int) -> tuple[dict[str, float], int]:
@@ -236,8 +228,8 @@ def model_card(
         name=name,
         kind=f"{config.model_type.removeprefix('pod_')} model",
         sharing=SHARING[config.share]
-        + ": install pod-attention and `import pod` before loading it; without that, transformers does not know the "
-        "model type."
+        + ": install the library from its repository (`pip install -e .` in a clone) and `import pod` before loading "
+        "it; without that, transformers does not know the model type."
         if shares
         else "Its layers share nothing: it is a plain model that transformers loads by itself.",
         imports="import pod  # registers the model type\n" if shares else "",
@@ -321,21 +313,16 @@ def _verify(wanted: Tensor, folder: Path) -> None:
         )
 
 
-@as_command
-def main(arguments: list[str]) -> int:
+@exit_status
+def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m pod.export", description=__doc__.split("\n")[0])
     parser.add_argument("--ckpt", required=True, help="a run's folder or a checkpoint")
     parser.add_argument("--out", required=True, help="directory to write")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as trained")
     parser.add_argument("--force", action="store_true", help="replace --out when it exists")
     options = parser.parse_args(arguments)
-    try:
-        out = export(options.ckpt, options.out, options.dtype, options.force)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    out = export(options.ckpt, options.out, options.dtype, options.force)
     print(f"written and verified: {out}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -15,13 +15,18 @@ shard.
 
 import contextlib
 import csv
+import importlib.util
+import netrc
+import os
 import shlex
 import signal
 import sys
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import lightning
 import torch
+from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
@@ -29,11 +34,13 @@ from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from pod.analyze import analyze
 from pod.blocks import LayerBlocks
-from pod.checkpoints import Checkpoints, SaveAtEnd, WholeFiles, resume_from
+from pod.checkpoints import Checkpoints, SaveAtEnd, TimeLimit, WholeFiles, check_blocks, resume_from
 from pod.data import PodDataModule
+from pod.exit_status import exit_status
 from pod.files import check_writable, naming, replacing
 from pod.module import PodModule
 from pod.plan import show_plan
@@ -41,7 +48,8 @@ from pod.recipe import Recipe, accumulate, output_folder, steps, warmup_steps
 from pod.recipe_loading import main_recipe, save
 from pod.stock import first_config
 from pod.strategy import UlyssesDeepSpeedStrategy
-from pod.terminal import Stopped, as_command
+from pod.terminal import Stopped
+from pod.tokenizer import check_vocabulary, load_tokenizer, warn_of_another_tokenizer
 
 
 class MetricsWriter(ExperimentWriter):
@@ -105,6 +113,64 @@ class StepsBar(TQDMProgressBar):
             bar.close()  # what is printed next begins a line
 
 
+# Of each kind of device that the recipe may name, those that may be meant, in Lightning's order.
+_DEVICES = {"auto": ("tpu", "cuda", "mps", "cpu"), "gpu": ("cuda", "mps")}
+
+
+def check_devices(recipe: Recipe) -> None:
+    """Refuse devices that this machine does not have: before the data is read, and before processes are started.
+
+    Raises:
+        ValueError: `trainer.accelerator` is unknown or not here, or `trainer.devices` are more than there are.
+    """
+    kind, wanted = recipe.trainer.accelerator, recipe.trainer.devices
+    known = [name for name in AcceleratorRegistry if name != "_mps"]
+    names = _DEVICES.get(kind, (kind,))
+    if not set(names) & set(known):
+        raise ValueError(f"trainer.accelerator={kind}: must be one of {', '.join(sorted({*_DEVICES, *known}))}")
+    kinds = {name: AcceleratorRegistry[name]["accelerator"] for name in names if name in known}
+    here = next((name for name, accelerator in kinds.items() if accelerator.is_available()), None)
+    if here is None:
+        raise ValueError(
+            f"trainer.accelerator={kind}: torch finds no such device on this machine. Set trainer.accelerator=cpu, or "
+            "auto for what is there"
+        )
+    # Processes on a CPU are for tests and share its cores.
+    most = 4 * (os.cpu_count() or 1) if here == "cpu" else kinds[here].auto_device_count()
+    if wanted > most:
+        there = f"the CPU's {os.cpu_count()} cores take {most} processes" if here == "cpu" else f"there are {most}"
+        raise ValueError(
+            f"trainer.devices={wanted}: {there} on this machine ({here}); set trainer.devices={most} or less"
+        )
+
+
+def check_logger(recipe: Recipe) -> None:
+    """Refuse a logger whose package is missing.
+
+    Raises:
+        ValueError: names the package.
+    """
+    packages = {"wandb": ("wandb",), "tensorboard": ("tensorboard", "tensorboardX")}.get(recipe.logger, ())
+    if packages and not any(importlib.util.find_spec(package) for package in packages):
+        raise ValueError(
+            f"logger={recipe.logger} needs the package {packages[0]}: pip install {packages[0]}, or set logger=csv"
+        )
+
+
+def has_wandb_key() -> bool:
+    """Whether wandb would find a key: in WANDB_API_KEY, or where `wandb login` puts it.
+
+    `wandb.api` is not asked: it begins a session, which then does not hear of being offline.
+    """
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host or "") is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
 def choose_blocks(recipe: Recipe, out: Path) -> LayerBlocks | None:
     """The blocks to train with: the recipe's file or size, those of the run that is continued, or newly analysed ones.
 
@@ -126,9 +192,7 @@ def loggers(recipe: Recipe, out: Path) -> list[Logger]:
     """CSV always, and the one that the recipe names beside it."""
     chosen: list[Logger] = [MetricsLog(out)]
     if recipe.logger == "wandb":
-        import wandb
-
-        chosen.append(WandbLogger(project="pod", name=recipe.name, save_dir=out, offline=wandb.api.api_key is None))
+        chosen.append(WandbLogger(project="pod", name=recipe.name, save_dir=out, offline=not has_wandb_key()))
     elif recipe.logger == "tensorboard":
         chosen.append(TensorBoardLogger(out, name="tensorboard"))
     return chosen
@@ -149,6 +213,27 @@ def strategy(recipe: Recipe) -> Strategy | str:
     )
 
 
+def check_data(recipe: Recipe, data: PodDataModule) -> None:
+    """Whether the model can learn from the data, and the tokenizer that the recipe names is there.
+
+    Raises:
+        ValueError: there is no such model or tokenizer, or the data has ids that the model has not.
+    """
+    name = recipe.model.tokenizer
+    if name is not None:
+        try:
+            load_tokenizer(name)
+        except ValueError as error:
+            raise ValueError(f"model.tokenizer={name}: {error}") from error
+    vocab_size = first_config(recipe.model.base, recipe.model.config).vocab_size
+    named = {}
+    for prepared in filter(None, (data.prepared, data.validation)):
+        check_vocabulary(prepared, vocab_size)
+        named.setdefault(prepared.tokenizer, prepared)
+    for prepared in named.values() if rank_zero_only.rank == 0 else ():
+        warn_of_another_tokenizer(prepared, name or recipe.model.base)
+
+
 def fit(recipe: Recipe) -> lightning.Trainer:
     """Run a recipe.
 
@@ -156,6 +241,10 @@ def fit(recipe: Recipe) -> lightning.Trainer:
         ValueError: something that the recipe names does not exist or does not fit; says what.
         Stopped: a signal told the process to end, and a checkpoint was written.
     """
+    check_devices(recipe)
+    check_logger(recipe)
+    if recipe.model.base is None:
+        first_config(None, recipe.model.config)
     out = output_folder(recipe)
     folder = out / "steps"
     data = PodDataModule(
@@ -169,6 +258,7 @@ def fit(recipe: Recipe) -> lightning.Trainer:
         validation_path=recipe.data.validation_path,
     )
     checkpoint = resume_from(recipe, folder)
+    check_data(recipe, data)
     if rank_zero_only.rank == 0:  # a flipped bit would be trained on; reading all takes a second per gigabyte
         for prepared in filter(None, (data.prepared, data.validation)):
             prepared.verify()
@@ -176,6 +266,8 @@ def fit(recipe: Recipe) -> lightning.Trainer:
     lightning.seed_everything(recipe.seed, verbose=False)
     blocks = choose_blocks(recipe, out)
     if rank_zero_only.rank == 0:
+        if checkpoint is not None:
+            check_blocks(checkpoint, blocks, recipe)
         for left in out.glob("*/.*.tmp"):  # what a killed process was writing
             left.unlink()
         if blocks is not None:
@@ -222,7 +314,6 @@ def fit(recipe: Recipe) -> lightning.Trainer:
         precision=recipe.trainer.precision,
         max_steps=total,
         max_epochs=-1,
-        max_time=recipe.trainer.time_limit,
         accumulate_grad_batches=accumulation,
         gradient_clip_val=recipe.optimizer.gradient_clip,
         val_check_interval=recipe.trainer.validate_every * accumulation,
@@ -241,12 +332,14 @@ def fit(recipe: Recipe) -> lightning.Trainer:
                 mode="max",
                 save_top_k=recipe.trainer.keep_checkpoints,
                 every_n_train_steps=recipe.trainer.checkpoint_every,
+                save_on_train_epoch_end=True,  # else Lightning puts off that of an epoch's last step
                 enable_version_counter=False,  # a damaged one is written again, under its own name
             ),
             ModelCheckpoint(
                 out / "best", filename="{step}", monitor="val_loss", save_top_k=1, enable_version_counter=False
             ),
             save_at_end,
+            TimeLimit(recipe.trainer.time_limit),
             StepsBar(),
         ],
         default_root_dir=out,
@@ -254,13 +347,22 @@ def fit(recipe: Recipe) -> lightning.Trainer:
     if checkpoint is not None and trainer.is_global_zero:
         print(f"continuing from {checkpoint}")
     # Only our own run's files are read, and they hold tensors and plain values alone.
-    trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
+    try:
+        trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
+    except RuntimeError as error:
+        if checkpoint is None or "loading state_dict" not in str(error):
+            raise
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"{checkpoint} does not fit the model: what is at model.base={recipe.model.base} has changed since, or the "
+            f"library has. Put it back, or begin a new run with another output=FOLDER ({reason[:300]})"
+        ) from error
     if save_at_end.received == signal.SIGINT:  # after the last step: the run is done, but not what was to follow it
         raise KeyboardInterrupt
     return trainer
 
 
-@as_command
+@exit_status
 def main(arguments: list[str]) -> int:
     if any(argument.startswith("plan=") for argument in arguments):
         return show_plan(arguments)
@@ -270,9 +372,8 @@ def main(arguments: list[str]) -> int:
     torch.set_float32_matmul_precision("high")
     try:
         fit(recipe)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    except MisconfigurationException as error:
+        raise ValueError(str(error)) from error
     except Stopped as stopped:
         if rank_zero_only.rank == 0:
             again = [argument for argument in arguments if not argument.startswith("resume=")]

@@ -4,6 +4,7 @@ python -m pod.generate --ckpt exports/tiny --prompt "def main():"
 python -m pod.generate --ckpt exports/llama3-32k --prompt-file book.txt --max-new-tokens 200
 python -m pod.generate --ckpt exports/tiny --prompt-file book.txt --eviction snapkv:budget=256+h2o:budget=256
 python -m pod.generate --ckpt exports/tiny --prompt-file book.txt --tau 0.7
+python -m pod.generate --ckpt exports/tiny --prompt-file book.txt --quantization-bits 4
 python -m pod.generate --eviction list
 """
 
@@ -19,7 +20,8 @@ from pod import eviction as methods
 from pod.cache import PodCache
 from pod.evaluation.models import as_pod, load
 from pod.evaluation.texts import read_text
-from pod.terminal import as_command
+from pod.exit_status import exit_status
+from pod_kernels import Quantization
 
 
 def generate(
@@ -30,6 +32,7 @@ def generate(
     seed: int = 0,
     eviction: methods.Eviction | None = None,
     tau: float | None = None,
+    quantization: Quantization | None = None,
 ) -> str:
     """Stream a continuation to standard output, then print prompt length, tokens/s and cache bytes against dense.
 
@@ -37,25 +40,32 @@ def generate(
         ckpt: a directory that `pod.export` wrote, or any model of a supported family.
         prompt: the text to continue.
         max_new_tokens: at most so many tokens.
-        temperature: 0 is greedy.
+        temperature: of sampling, in (0, inf); 0 is greedy.
         seed: for sampling.
         eviction: which tokens the cache keeps; all when None.
         tau: gate from which layers that are no anchors leave distant tokens out, 0 to 1; the model's own when None.
+        quantization: in how many bits the cache keeps values and distant keys; as they come when None.
 
     Returns:
         The new text.
 
     Raises:
-        ValueError: an empty prompt, no such model, no tokenizer beside it, a budget below what is always kept, tau
-            out of range or with eviction.
+        ValueError: an empty prompt, no such model, no tokenizer beside it, a negative temperature, no new tokens, or
+            what `PodCache` refuses: a budget below what is always kept, tau out of range or with eviction, quantization
+            with either where they do not go together.
     """
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"--temperature {temperature:g}: wanted a number from 0 (greedy) on")
+    if max_new_tokens < 1:
+        raise ValueError(f"--max-new-tokens {max_new_tokens}: wanted at least 1")
     model, tokenizer = load(ckpt)
     model = as_pod(model)
     inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=tokenizer.bos_token_id is not None)
     length = inputs.input_ids.shape[1]
     if length == 0:
         raise ValueError("the prompt is empty: give at least one token to continue")
-    cache = PodCache(model.config, max_length=length + max_new_tokens, eviction=eviction, tau=tau)
+    capacity = length + max_new_tokens
+    cache = PodCache(model.config, max_length=capacity, eviction=eviction, tau=tau, quantization=quantization)
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     start = time.perf_counter()
@@ -69,7 +79,6 @@ def generate(
     )
     seconds = time.perf_counter() - start
     new = output[0, length:]
-    capacity = length + max_new_tokens
     config = model.config
     item = torch.finfo(model.dtype).bits // 8
     dense = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * item * capacity
@@ -90,8 +99,8 @@ def generate(
     return tokenizer.decode(new, skip_special_tokens=True)
 
 
-@as_command
-def main(arguments: list[str]) -> int:
+@exit_status
+def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m pod.generate", description=__doc__.split("\n")[0])
     parser.add_argument("--ckpt", help="an exported model's directory")
     source = parser.add_mutually_exclusive_group()
@@ -104,6 +113,9 @@ def main(arguments: list[str]) -> int:
         "--tau", type=float, help="gate from which layers that are no anchors leave distant tokens out, 0 to 1"
     )
     parser.add_argument(
+        "--quantization-bits", type=int, choices=(8, 4), help="of values and distant keys in the cache (as they come)"
+    )
+    parser.add_argument(
         "--eviction",
         metavar="METHOD",
         help="which tokens the cache keeps, such as snapkv:budget=256,window=16; several separated by + are run one "
@@ -112,22 +124,25 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if options.eviction == "list":
         print(methods.describe())
-        return 0
+        return
     if options.ckpt is None or (options.prompt is None and options.prompt_file is None):
         parser.error("--ckpt and one of --prompt and --prompt-file are required")
-    try:
-        chosen = [None] if options.eviction is None else methods.parse_all(options.eviction)
-        prompt = options.prompt if options.prompt is not None else read_text(options.prompt_file, "--prompt-file")
-        for method in chosen:
-            if len(chosen) > 1:
-                print(f"\n{method}")
-            generate(
-                options.ckpt, prompt, options.max_new_tokens, options.temperature, options.seed, method, options.tau
-            )
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    chosen = [None] if options.eviction is None else methods.parse_all(options.eviction)
+    quantization = None if options.quantization_bits is None else Quantization(bits=options.quantization_bits)
+    prompt = options.prompt if options.prompt is not None else read_text(options.prompt_file, "--prompt-file")
+    for method in chosen:
+        if len(chosen) > 1:
+            print(f"\n{method}")
+        generate(
+            options.ckpt,
+            prompt,
+            options.max_new_tokens,
+            options.temperature,
+            options.seed,
+            method,
+            options.tau,
+            quantization,
+        )
 
 
 if __name__ == "__main__":

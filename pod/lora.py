@@ -33,7 +33,7 @@ def add_adapters(model: nn.Module, rank: int, alpha: float, dropout: float, targ
             with others in one matrix.
     """
     if importlib.util.find_spec("peft") is None:
-        raise ValueError("lora.rank needs the package peft: pip install 'pod-attention[lora]'")
+        raise ValueError("lora.rank needs the package peft: pip install -e '.[lora]'")
     if rank < 1 or not alpha > 0 or not 0 <= dropout < 1:
         raise ValueError(f"LoRA needs rank >= 1, alpha > 0, dropout in [0, 1); got {rank}, {alpha:g}, {dropout:g}")
     unknown = [target for target in targets if target not in LORA_TARGETS]

@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from pod.blocks import LayerBlocks
+from pod.data import PodDataModule
 from pod.families import pod_config
 from pod.files import opening
 from pod.lora import add_adapters, without_adapters
@@ -268,6 +269,10 @@ class PodModule(lightning.LightningModule):
         if self.trainer.world_size > 1:
             self.hparams.blocks = self.trainer.strategy.broadcast(self.hparams.blocks)
 
+    def on_train_batch_start(self, batch: dict[str, Tensor], index: int) -> None:
+        # What loggers go by: one too many where a run goes on from another's end that was a moment to validate.
+        self.trainer.fit_loop.epoch_loop._batches_that_stepped = self.trainer.global_step
+
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         # One line a step: gradient norm before clipping, learning rate, speed.
         if self.trainer.fit_loop._should_accumulate():
@@ -394,10 +399,15 @@ class PodModule(lightning.LightningModule):
                     "continue with the lora.rank and lora.targets of its run, or begin a new one"
                 )
         if self._trainer is not None and "accumulate" in checkpoint:
-            # Another number of processes makes a step of another number of micro-batches, which Lightning counts.
+            # Another number of processes makes a step of another number of micro-batches, which Lightning counts. It
+            # must agree with the data on where in the epoch the run goes on.
+            accumulate, data = self.trainer.accumulate_grad_batches, self.trainer.datamodule
             progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-            for counts in (progress["total"], progress["current"]):
-                done = counts["ready"] * self.trainer.accumulate_grad_batches // checkpoint["accumulate"]
+            for kind in ("total", "current"):
+                counts = progress[kind]
+                done = counts["ready"] // checkpoint["accumulate"] * accumulate
+                if kind == "current" and isinstance(data, PodDataModule):
+                    done = data.batches_trained()
                 counts.update({name: done + count - counts["ready"] for name, count in counts.items()})
         if "rng_state" in checkpoint:
             torch.set_rng_state(checkpoint["rng_state"].cpu())

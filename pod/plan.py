@@ -17,6 +17,7 @@ from pod.files import read_json
 from pod.recipe import Recipe, RecipeError, accumulate, output_folder, steps
 from pod.recipe_loading import load_recipe, recipes
 from pod.shape import KNOWN_CONFIGS, Shape
+from pod.stock import new_config
 from pod.training_memory import RESERVED, Memory, Sharing
 
 
@@ -100,7 +101,7 @@ class Plan:
         stay = "on the host" if memory.offload_parameters else "half of them the teacher's" if memory.teacher else ""
         kinds = [
             ("parameters", memory.parameters, stay),
-            ("gradients", memory.gradients, "on the host" if memory.zero and memory.offload_optimizer else ""),
+            ("gradients", memory.gradients, "on the host" if memory.gradients == 0 else ""),
             ("optimiser", memory.optimizer, "on the host" if memory.offload_optimizer else ""),
             ("checkpoints", memory.checkpoints, f"of these running anchors {gib(memory.anchors)}{bound}"),
             ("working", memory.working, "the largest moment; of it or beside it:"),
@@ -114,7 +115,7 @@ class Plan:
             kinds[3] = ("activations", memory.checkpoints, "no gradient checkpointing")
         elif memory.offload_checkpoints:
             kinds[3] = ("checkpoints", memory.checkpoints, "the rest on the host")
-        zero = "ZeRO-3" if memory.zero else "DDP" if memory.processes > 1 else "one process"
+        zero = f"ZeRO-{memory.stage}" if memory.zero else "DDP" if memory.processes > 1 else "one process"
         trained = f", {memory.adapters / 1e6:.1f}M of adapters trained" if memory.adapters else ""
         taught = ", taught by the dense base" if memory.distills else ""
         yield f"plan of {self.name}: {shape.parameters / 1e9:.3f}B parameters{trained}{taught}"
@@ -152,10 +153,11 @@ def config_of(recipe: Recipe) -> dict[str, Any]:
     known hub model.
 
     Raises:
-        RecipeError: the model is none of these.
+        RecipeError: the model is none of these, or no model can be made of its config.
     """
     base = recipe.model.base
     if base is None:
+        new_config(recipe.model.config)
         return dict(recipe.model.config)
     file = Path(base) / "config.json"
     if file.is_file():
@@ -177,7 +179,7 @@ def make_plan(
     *,
     gpu: str = "H100",
     utilisation: float = 0.4,
-    strategy: str = "auto",
+    strategy: str | None = None,
     num_nodes: int = 1,
     sequence_parallel_size: int = 1,
     tiled_mlp: bool = False,
@@ -191,7 +193,7 @@ def make_plan(
         recipe: what to plan.
         gpu: a key of `GPUS`.
         utilisation: the share of the peak FLOP/s that the model's FLOPs take, in (0, 1].
-        strategy: ddp, deepspeed, or auto: deepspeed on more than one process.
+        strategy: auto, ddp or deepspeed, as `trainer.strategy`, which it is when None. auto is ddp, as in `pod.fit`.
         num_nodes, sequence_parallel_size: machines; GPUs that share a sample.
         tiled_mlp, offload_checkpoints, offload_optimizer, offload_parameters: as in `Memory`.
 
@@ -206,8 +208,7 @@ def make_plan(
     if recipe.model.share == "window":
         shape = replace(shape, window=recipe.model.sink_size + recipe.model.recent_size)
     world = recipe.trainer.devices * num_nodes
-    if strategy == "auto":
-        strategy = "deepspeed" if world > 1 else "ddp"
+    strategy = strategy or recipe.trainer.strategy
     spread = sequence_parallel_size
     if world % spread or shape.heads % spread or recipe.data.sequence_length < spread:
         raise RecipeError(
@@ -219,15 +220,20 @@ def make_plan(
         raise RecipeError("sequence parallelism and offloading of the model's states need strategy=deepspeed")
     share = recipe.model.share
     if recipe.blocks.file is not None:
-        sharing = Sharing.of_anchors(LayerBlocks.load(recipe.blocks.file).anchors.tolist(), share)
+        blocks = LayerBlocks.load(recipe.blocks.file)
+        try:
+            blocks.check(shape.layers, shape.kv_heads)
+        except ValueError as error:
+            raise RecipeError(f"blocks.file={recipe.blocks.file}: {error}") from error
+        sharing = Sharing.of_anchors(blocks.anchors.tolist(), share)
     elif recipe.blocks.size is not None:
+        if recipe.blocks.size > shape.layers:
+            raise RecipeError(f"blocks.size={recipe.blocks.size}: the model has {shape.layers} layers")
         sharing = Sharing.uniform(shape, recipe.blocks.size, share)
     elif recipe.blocks.threshold is not None:
-        sharing = Sharing.at_most(shape, 0.25)  # where the most pairs go on
+        sharing = Sharing.at_most(shape, 0.25, share)  # where the most pairs go on
     else:
-        sharing = Sharing.at_most(shape, recipe.blocks.kv_saving)
-    if share == "keys":
-        raise RecipeError("model.share=keys: the plan counts model.share=scores, which is at least as much")
+        sharing = Sharing.at_most(shape, recipe.blocks.kv_saving, share)
     zero = strategy == "deepspeed"
     half = recipe.trainer.precision != "32-true"
     memory = Memory(
@@ -236,6 +242,7 @@ def make_plan(
         length=recipe.data.sequence_length,
         micro_batch=recipe.data.micro_batch_size,
         zero=zero,
+        stage=recipe.trainer.zero_stage,
         processes=world,
         sequence_parallel=spread,
         weight_bytes=2 if recipe.trainer.precision == "bf16-true" or recipe.model.dtype == "bfloat16" else 4,
@@ -282,8 +289,6 @@ def show_plan(arguments: Sequence[str]) -> int:
         own = ("plan=", "gpu=", "utilisation=")
         recipe = load_recipe([argument for argument in arguments if not argument.startswith(own)])
         trainer = recipe.trainer
-        if trainer.strategy == "deepspeed" and trainer.zero_stage != 3:
-            raise RecipeError(f"trainer.zero_stage={trainer.zero_stage}: the plan knows ZeRO-3 only")
         plan = make_plan(
             recipe,
             gpu=given.get("gpu", "H100"),

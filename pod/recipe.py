@@ -37,7 +37,7 @@ class Model:
     """How a model from scratch is drawn: `transformers` (normal, `initializer_range`), or `torch` (its defaults, whose
     embeddings of unit variance stay visible through a deep and narrow stack; for untied heads, without DeepSpeed)."""
     rope_theta: float | None = None
-    """The base of the rotary position embedding, raised for longer contexts. null: that of the model."""
+    """The base of the rotary position embedding, raised for longer contexts. null: that of the model or its config."""
     tokenizer: str | None = None
     """A directory, a hub id, or `bytes` (one token per byte, no file needed). null: the tokenizer of `model.base`."""
     dtype: str = "float32"
@@ -208,7 +208,8 @@ class Trainer:
     """Weight of the mean loss over the answers that the data marks (the demo's asked digits), added to the loss. A new
     model learns to look back only when that pays; 0: answers count as any other token."""
     time_limit: str | None = None
-    """Stop, with a checkpoint, after this wall-clock time: DD:HH:MM:SS. null: no limit."""
+    """Stop, with a checkpoint, at the end of the step in which training has taken this wall-clock time: DD:HH:MM:SS. A
+    resumed run has it anew. null: no limit."""
 
 
 @dataclass

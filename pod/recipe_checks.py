@@ -9,6 +9,7 @@ from operator import attrgetter
 from typing import Any
 
 from pod.recipe import CHOICES, INTERVALS, LORA_TARGETS, Field, Recipe, RecipeError, accumulate, schema
+from pod.recipe_yaml import one_line
 
 
 def validate(recipe: Recipe) -> None:
@@ -39,6 +40,7 @@ def validate(recipe: Recipe) -> None:
     _check_processes(recipe)
     _check_sharing(recipe)
     _check_learning(recipe)
+    _check_unread(recipe)
     accumulate(recipe)
 
 
@@ -192,6 +194,24 @@ def _check_learning(recipe: Recipe) -> None:
             f"distill.weight={recipe.distill.weight:g}, model.share=kv and trainer.strategy=deepspeed: a sharded "
             "checkpoint leaves out what is frozen, the teacher and the unused projections alike; set distill.weight=0"
         )
+
+
+def _check_unread(recipe: Recipe) -> None:
+    """Settings that nothing would read, where another one says so; at their defaults they are nobody's wish."""
+    blocks, trainer = recipe.blocks, recipe.trainer
+    unread = {
+        "trainer.zero_stage": (trainer.strategy != "deepspeed", "trainer.strategy=deepspeed"),
+        "distill.temperature": (not recipe.distill.weight, "a distill.weight above 0"),
+        "model.initialization": (recipe.model.base is not None, "model.config: it draws the weights of a new model"),
+        "blocks.threshold": (blocks.file is not None, "blocks.file=null, which names the blocks already"),
+    }
+    unread |= dict.fromkeys(
+        ("lora.alpha", "lora.dropout", "lora.targets"), (not recipe.lora.rank, "a lora.rank above 0")
+    )
+    for key, (ignored, needed) in unread.items():
+        value, default = attrgetter(key)(recipe), schema()[key].default
+        if ignored and value != default:
+            raise RecipeError(f"{key}={one_line(value)} needs {needed}; set {key}={one_line(default)}")
 
 
 def _inside(value: float, interval: str) -> bool:

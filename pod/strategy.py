@@ -212,10 +212,15 @@ class UlyssesDeepSpeedStrategy(DeepSpeedStrategy):
         return None if norm is None else float(norm)
 
     def save_checkpoint(self, checkpoint: dict, filepath: str | Path, storage_options: Any = None) -> None:
-        """Each process writes its shard into the directory `filepath`; when all have, `complete.json` is added."""
+        """Each process writes its shard into the directory `filepath`; when all have, `complete.json` is added.
+
+        What lies there goes first: a killed run of more processes may have left shards of ranks that this one has not.
+        """
         filepath = Path(self.broadcast(filepath))
-        if self.is_global_zero:
+        if self.is_global_zero and filepath.is_dir():
             (filepath / COMPLETE).unlink(missing_ok=True)
+            shutil.rmtree(filepath)
+        self.barrier()
         super().save_checkpoint(checkpoint, filepath, storage_options)  # ends with a barrier
         if self.is_global_zero:
             (filepath / COMPLETE).write_text(json.dumps({"world_size": self.world_size}))

@@ -11,11 +11,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from pod.blocks import LayerBlocks
 from pod.shape import Shape
 
 # CUDA's context, NCCL's buffers and what an allocator cannot hand out because it lies in pieces.
 RESERVED = 4 * 2**30
-# ZeRO-3, in elements: DeepSpeed's stage3_max_live_parameters and sub_group_size, Lightning's reduce_bucket_size.
+# ZeRO, in elements: DeepSpeed's stage3_max_live_parameters and sub_group_size, Lightning's reduce_bucket_size.
 MAX_LIVE = 10**9
 SUB_GROUP = 10**9
 REDUCE_BUCKET = 2 * 10**8
@@ -26,9 +27,10 @@ class Sharing:
     """How many heads of a model share, as far as memory is concerned.
 
     Attributes:
-        pairs: anchors (layer, KV head) whose query group and key a later layer reads, or whose value and key.
+        pairs: anchors (layer, KV head) of which a later layer reads query group and key, value and key, or the key.
         layers: layers in which some head takes its distant scores from below.
         values: `share: kv`, a pair is a value and a key, and no layer has distant queries and keys beside its own.
+        keys_only: `share: keys`, a pair is a key alone, and the distant queries are a layer's own.
         idle: layers whose projections to keys and values are frozen: under `share: kv`, those without anchors.
     """
 
@@ -36,6 +38,7 @@ class Sharing:
     layers: int = 0
     values: bool = False
     idle: int = 0
+    keys_only: bool = False
 
     @classmethod
     def of_anchors(cls, anchors: list[list[int]], share: str = "scores") -> "Sharing":
@@ -46,18 +49,19 @@ class Sharing:
         }
         if share == "kv":
             return cls(len(read), values=True, idle=sum(map(all, below)))
-        return cls(len(read), sum(map(any, below)))
+        return cls(len(read), sum(map(any, below)), keys_only=share == "keys")
 
     @classmethod
     def uniform(cls, shape: Shape, size: int, share: str = "scores") -> "Sharing":
         """Of blocks of `size` layers each."""
-        return cls.of_anchors([[layer - layer % size] * shape.kv_heads for layer in range(shape.layers)], share)
+        return cls.of_anchors(LayerBlocks.uniform(shape.layers, shape.kv_heads, size).anchors.tolist(), share)
 
     @classmethod
-    def at_most(cls, shape: Shape, kv_saving: float) -> "Sharing":
+    def at_most(cls, shape: Shape, kv_saving: float, share: str = "scores") -> "Sharing":
         """The most that blocks of this saving may take: every anchor goes on, every layer but the first shares."""
         shared = math.ceil(2 * kv_saving * shape.layers * shape.kv_heads)
-        return cls(min(shared, shape.layers * shape.kv_heads - shared), shape.layers - 1 if shared else 0)
+        pairs = min(shared, shape.layers * shape.kv_heads - shared)
+        return cls(pairs, shape.layers - 1 if shared else 0, keys_only=share == "keys")
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,7 @@ class Memory:
     Attributes:
         shape, sharing: the model.
         length: T. micro_batch: B.
-        zero: ZeRO-3 over all processes; otherwise each has everything.
+        zero: ZeRO over all processes; otherwise each has everything. stage: of ZeRO: what it shards.
         processes: W. sequence_parallel: S.
         weight_bytes: of a parameter outside of ZeRO, whose gradient and AdamW moments have the same type.
         activation_bytes: b, and under ZeRO also of a parameter and of its gradient.
@@ -88,6 +92,7 @@ class Memory:
     length: int
     micro_batch: int = 1
     zero: bool = False
+    stage: int = 3
     processes: int = 1
     sequence_parallel: int = 1
     weight_bytes: int = 4
@@ -110,16 +115,24 @@ class Memory:
         """Parameters, trained or not: the model's, its adapters', the teacher's."""
         return self.shape.parameters * (1 + self.teacher) + self.adapters
 
+    def _kept(self, count: int, stage: int) -> float:
+        """Of so many elements, those that this GPU keeps, if ZeRO shards them from a stage on."""
+        return count / (self.processes if self.zero and self.stage >= stage else 1)
+
     @property
     def _share(self) -> float:
         """Parameters that this GPU keeps."""
-        return self._all / (self.processes if self.zero else 1)
+        return self._kept(self._all, 3)
 
     @property
-    def _trained(self) -> float:
-        """Of these, the ones that are trained: what no output depends on is frozen."""
-        used = self.shape.parameters - self.sharing.idle * self.shape.kv_parameters
-        return (self.adapters or used) / (self.processes if self.zero else 1)
+    def _trained(self) -> int:
+        """Of all, the ones that are trained: what no output depends on is frozen."""
+        return self.adapters or self.shape.parameters - self.sharing.idle * self.shape.kv_parameters
+
+    @property
+    def _stepped(self) -> float:
+        """Of those, the ones whose optimiser's state this GPU keeps."""
+        return self._kept(self._trained, 1)
 
     @property
     def _gradient_bytes(self) -> int:
@@ -136,17 +149,17 @@ class Memory:
 
     @property
     def gradients(self) -> float:
-        # With the optimiser offloaded, ZeRO-3 keeps its gradients beside it.
-        if self.zero and self.offload_optimizer:
+        # With the optimiser offloaded, ZeRO-2 and 3 keep their gradients beside it.
+        if self.zero and self.offload_optimizer and self.stage > 1:
             return 0.0
-        return self._trained * self._gradient_bytes
+        return self._kept(self._trained, 2) * self._gradient_bytes
 
     @property
     def optimizer(self) -> float:
         """AdamW's two moments, and under ZeRO the float32 weights beside them, float32 too, whatever computes."""
         if self.offload_optimizer:
             return 0.0
-        return self._trained * (12 if self.zero else 2 * self._gradient_bytes)
+        return self._stepped * (12 if self.zero else 2 * self._gradient_bytes)
 
     # What a sample leaves
 
@@ -183,7 +196,7 @@ class Memory:
     def _attention_kept(self, shares: bool) -> float:
         """q, k, v, the output as computed and as projected, log-sum-exp; the distant queries and keys; q/k norms."""
         sums = 4 * self.micro_batch * self.length * self.shape.heads / self.sequence_parallel
-        distant = self._queries + self._keys if shares else 0
+        distant = (0 if self.sharing.keys_only else self._queries) + self._keys if shares else 0
         norms = (4 + self.activation_bytes) * (self._queries + self._keys) if self.shape.qk_norm else 0
         return self.activation_bytes * (3 * self._queries + 2 * self._keys + distant) + sums + norms
 
@@ -191,7 +204,7 @@ class Memory:
     def anchors(self) -> float:
         """The running anchors that checkpoints keep: each pair once, however far it goes."""
         queries = 1 if self.sharing.values else self.shape.heads / self.shape.kv_heads
-        group = (queries + 1) * self.shape.head_dim
+        group = ((0 if self.sharing.keys_only else queries) + 1) * self.shape.head_dim
         return self.activation_bytes * self._tokens * group * self.sharing.pairs
 
     @property
@@ -253,14 +266,14 @@ class Memory:
 
     @property
     def communication(self) -> float:
-        """Gathered parameters and the reduction's bucket of ZeRO-3, or DDP's buckets; the exchange of heads."""
+        """Gathered parameters (ZeRO-3) and the reduction's buckets, two of ZeRO-2, or DDP's; the exchange of heads."""
         total = 0.0
-        if self.zero and (self.processes > 1 or self.offload_parameters):
+        if self.zero and self.stage == 3 and (self.processes > 1 or self.offload_parameters):
             total += self.activation_bytes * min(MAX_LIVE, self._all)
         if self.zero:
             largest = self.shape.vocab * self.shape.hidden
             trained = self.adapters or self.shape.parameters
-            total += self.activation_bytes * min(max(REDUCE_BUCKET, largest), trained)
+            total += self.activation_bytes * min(max(REDUCE_BUCKET, largest), trained) * (2 if self.stage == 2 else 1)
         elif self.processes > 1:
             total += self._gradient_bytes * self._trained
         if self.sequence_parallel > 1:
@@ -271,7 +284,9 @@ class Memory:
     def working(self) -> float:
         """The largest of a layer in its MLP's backward or its attention's, a chunk of logits, the optimiser's step."""
         passing = 2 * self._states + self._handed  # gradients on their way down
-        step = 4 * min(SUB_GROUP, self._trained) if self.zero and not self.offload_optimizer else 0
+        # The float32 gradients of what ZeRO steps at once: below stage 3 that is all of this GPU's share.
+        at_once = min(SUB_GROUP, self._stepped) if self.stage == 3 else self._stepped
+        step = 4 * at_once if self.zero and not self.offload_optimizer else 0
         if not self.checkpointing:
             return max(passing + self.mlp * 3 / 7, passing + self._attention_buffers, self._states + self.logits, step)
         kept = self._attention_kept(self.sharing.layers > 0)
@@ -296,7 +311,7 @@ class Memory:
         if self.offload_parameters:
             total += self._share * self.activation_bytes
         if self.offload_optimizer:
-            total += self._trained * (12 + (self.activation_bytes if self.zero else 0))
+            total += self._stepped * (12 + (self.activation_bytes if self.zero and self.stage > 1 else 0))
         if self.offload_checkpoints and self.checkpointing:
             total += self.shape.layers * self._states + self.anchors
         return total

@@ -361,14 +361,15 @@ def test_dense_wants_layers_and_heads():
 
 
 @pytest.mark.parametrize(
-    "layers, size, sizes", [(4, 2, [2, 2]), (5, 2, [2, 2, 1]), (5, 3, [3, 2]), (3, 1, [1] * 3), (2, 9, [2])]
+    "layers, size, sizes", [(4, 2, [2, 2]), (5, 2, [2, 2, 1]), (5, 3, [3, 2]), (3, 1, [1] * 3), (2, 2, [2])]
 )
 def test_uniform(layers, size, sizes):
     blocks = LayerBlocks.uniform(layers, 3, size)
     assert blocks.sizes == [sizes] * 3 and blocks.metadata == {"size": size}
     assert blocks.is_dense == (size == 1)
-    with pytest.raises(ValueError, match="at least 1 layer, got size 0"):
-        LayerBlocks.uniform(4, 2, 0)
+    for wrong in (0, 5):
+        with pytest.raises(ValueError, match=f"at least 1 and at most all of the 4 layers, got size {wrong}"):
+            LayerBlocks.uniform(4, 2, wrong)
 
 
 def test_equality_copies_and_repr():

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import random
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_cache import ANCHORS, DENSE, build, fed, left_padded, tokens
+from transformers import LlamaConfig
 
 import pod
 from pod.eviction import CAKE, H2O, AdaKV, Cascade, Combined, LMInfinite, Quest, SnapKV, StreamingLLM
@@ -163,15 +165,45 @@ def test_damaged_and_foreign_files_are_named(elsewhere, tmp_path):
             {name: change(tensors[name])} if change else {}
         )
         save_file(changed, path, metadata=metadata)
+        with pytest.raises(ValueError, match="cache is damaged: its bytes do not give the checksum"):
+            pod.PodCache.load(path, config)
+        crc32 = pod.cache_file.checksum(changed, metadata["content"])
+        save_file(changed, path, metadata=metadata | {"crc32": crc32})
         with pytest.raises(ValueError, match="cache: the tensors are not those that the metadata describes"):
             pod.PodCache.load(path, config)
     save_file(tensors, path, metadata=metadata | {"content": "{"})
     with pytest.raises(ValueError, match="cache: the metadata is damaged"):
         pod.PodCache.load(path, config)
-    content = json.loads(metadata["content"]) | {"version": 9}
-    save_file(tensors, path, metadata=metadata | {"content": json.dumps(content)})
-    with pytest.raises(ValueError, match="version is 9, this library reads version 1"):
-        pod.PodCache.load(path, config)
+    for version in (1, 9):
+        content = json.loads(metadata["content"]) | {"version": version}
+        save_file(tensors, path, metadata=metadata | {"content": json.dumps(content)})
+        with pytest.raises(ValueError, match=f"version is {version}, this library reads version 2"):
+            pod.PodCache.load(path, config)
+    with pytest.raises(ValueError, match="a cache of a PoD model, and the given config is a LlamaConfig, of a dense"):
+        pod.PodCache.load(folder / "scores-snapkv.cache", LlamaConfig())
+
+
+@pytest.mark.parametrize("case", ["scores-plain", "scores-snapkv", "scores-quest"])
+def test_no_flipped_bit_is_loaded(case, elsewhere, tmp_path):
+    """Anywhere behind the header each is noticed; in it, noticed or of no consequence."""
+    folder, config = elsewhere[0], build().config
+    whole = bytearray((folder / f"{case}.cache").read_bytes())
+    tensors = load_file(folder / f"{case}.cache")
+    header, chance = 8 + int.from_bytes(whole[:8], "little"), random.Random(0)
+    places = [chance.randrange(header, len(whole)) for _ in range(30)] + [chance.randrange(header) for _ in range(60)]
+    for place in (*places, header, len(whole) - 1):
+        bit = 1 << chance.randrange(8)
+        whole[place] ^= bit
+        (tmp_path / "cache").write_bytes(whole)
+        whole[place] ^= bit
+        try:
+            pod.PodCache.load(tmp_path / "cache", config)
+        except ValueError as error:
+            assert str(tmp_path / "cache") in str(error)
+            continue
+        assert place < header
+        found = load_file(tmp_path / "cache")
+        assert found.keys() == tensors.keys() and all(torch.equal(found[name], tensors[name]) for name in tensors)
 
 
 @pytest.mark.parametrize(

@@ -329,7 +329,7 @@ def test_command_fails_clearly(corpus, tmp_path, capsys, extra, message):
     before = sorted(corpus.rglob("*"))
     command = ["--source", str(corpus), "--out", str(tmp_path / "out"), "--tokenizer", "bytes", "--num-proc", "1"]
     command += ["--sequence-length", "32", *(word.format(corpus) for word in extra)]
-    assert prepare.main(command) == 1
+    assert prepare.main(command) == 2
     assert message.format(corpus) in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
     assert sorted(corpus.rglob("*")) == before
@@ -424,6 +424,51 @@ def test_ranks_share_the_steps_of_one_process(prepared):
     assert loaders[1].state_dict() == alone.state_dict() == {"epoch": 0, "samples": 20}
 
 
+def sampled(dataset, accumulation, ranks=1, start=0):
+    from pod.data import ResumableSampler
+
+    samplers = [ResumableSampler(dataset, 1, ranks, rank, 3, accumulation=accumulation) for rank in range(ranks)]
+    for sampler in samplers:
+        sampler.start = start
+    orders = [list(sampler) for sampler in samplers]
+    assert start or all(len(sampler) == len(order) for sampler, order in zip(samplers, orders, strict=True))
+    return orders
+
+
+def test_an_epoch_is_whole_optimiser_steps(prepared):
+    """21 samples: 5 steps of 4, by however many ranks and micro-batches a step is made up."""
+    dataset = PreparedDataset(prepared)
+    order = np.random.default_rng((3, 0)).permutation(21).tolist()
+    assert sampled(dataset, 4) == [order[:20]]
+    assert sampled(dataset, 2, ranks=2) == [order[:20:2], order[1:20:2]]
+    assert sampled(dataset, 8) == [order[:16]] and sampled(dataset, 4, start=16) == [order[16:20]]
+    with pytest.raises(
+        ValueError,
+        match="21 training samples, but one optimiser step takes 22 .micro_batch_size 1 x 2 data-parallel ranks x 11",
+    ):
+        sampled(dataset, 11, ranks=2)
+
+
+@pytest.mark.parametrize("saved,goes_on", [(0, 0), (6, 8), (8, 8), (18, 20), (21, 20)])
+def test_a_position_of_smaller_steps_moves_on_to_a_whole_one(prepared, saved, goes_on):
+    data = module(prepared)
+    data.trainer = lightning.Trainer(accelerator="cpu", logger=False, accumulate_grad_batches=2)
+    data.load_state_dict(data.state_dict() | {"samples": saved})
+    assert data.batches_trained() == goes_on // 2
+    loader = data.train_dataloader()
+    assert loader.state_dict() == {"epoch": 0, "samples": goes_on}
+    order = np.random.default_rng((3, goes_on == 20)).permutation(21).tolist()
+    assert sum(first_tokens(loader), []) == order[goes_on % 20 : 20]
+
+
+def test_a_position_is_that_of_the_last_whole_step(prepared):
+    data = module(prepared)
+    data.trainer = lightning.Trainer(accelerator="cpu", logger=False, accumulate_grad_batches=3)
+    loader = data.train_dataloader()
+    positions = [loader.state_dict()["samples"] for _ in loader]
+    assert positions == [0, 0, 6, 6, 6, 12, 12, 12, 18]
+
+
 def test_a_position_in_other_data_is_refused(prepared, tmp_path):
     state = module(prepared).state_dict()
     with pytest.raises(ValueError, match="seed=3, this run has seed=4"):
@@ -440,7 +485,7 @@ def test_clear_errors(prepared, tmp_path):
         module(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="sequence_length is 16, but .* was prepared with 8"):
         module(prepared, sequence_length=16)
-    with pytest.raises(ValueError, match="has 21 training samples, one step takes 22"):
+    with pytest.raises(ValueError, match="d: 21 training samples, but one optimiser step takes 22"):
         module(prepared, micro_batch_size=22).train_dataloader()
     with pytest.raises(ValueError, match="micro_batch_size is 0"):
         module(prepared, micro_batch_size=0)

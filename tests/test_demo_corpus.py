@@ -91,7 +91,7 @@ def test_command_writes_a_prepared_directory(tmp_path, modules, capsys):
     assert len(data.held_out()) == len(modules[1])
     before = (out / "index.json").read_bytes()
 
-    assert demo_corpus.main(command) == 1
+    assert demo_corpus.main(command) == 2
     assert "--force" in capsys.readouterr().err
     assert demo_corpus.main([*command, "--force"]) == 0
     assert (out / "index.json").read_bytes() == before
@@ -103,6 +103,6 @@ def test_command_writes_a_prepared_directory(tmp_path, modules, capsys):
 @pytest.mark.parametrize("extra", [["--length", "64"], ["--keys-min", "9", "--keys-max", "3"], ["--samples", "0"]])
 def test_command_refuses(tmp_path, capsys, extra):
     out = ["--out", str(tmp_path / "demo"), "--samples", "2", "--validation-samples", "0"]
-    assert demo_corpus.main([*out, *extra]) == 1
+    assert demo_corpus.main([*out, *extra]) == 2
     assert extra[0] in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -12,11 +13,16 @@ import subprocess
 import sys
 import time
 import zipfile
+from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 
+import lightning
+import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, pipeline
+from lightning.pytorch.callbacks import Timer
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, pipeline
 
 import pod
 from pod.analyze import main as analyze_main
@@ -24,11 +30,12 @@ from pod.blocks import LayerBlocks
 from pod.checkpoints import is_whole, last_checkpoint
 from pod.data import PodDataModule
 from pod.export import export, load_checkpoint, measured, rebuild
-from pod.fit import fit
-from pod.fit import main as fit_main
+from pod.fit import fit, has_wandb_key, loggers, main
 from pod.module import PodModule
 from pod.prepared import PreparedDataset
+from pod.recipe import RecipeError
 from pod.recipe_loading import load_recipe
+from pod.sample_writer import SampleWriter
 from pod.terminal import NOISE
 
 ROOT = Path(__file__).parent.parent
@@ -121,6 +128,138 @@ def test_a_step_of_more_micro_batches_is_resumed(prepared, tmp_path):
         torch.testing.assert_close(weight, whole[name], rtol=1e-4, atol=1e-6)
 
 
+@pytest.fixture(scope="module")
+def few(tmp_path_factory):
+    """10 samples, of which an epoch takes two steps of 4."""
+    path = tmp_path_factory.mktemp("few") / "prepared"
+    tokens = np.random.default_rng(0).integers(3, 259, (10, 32))
+    with SampleWriter(path, sequence_length=32, vocab_size=259, tokenizer="bytes") as writer:
+        writer.add("train", tokens)
+        writer.add("validation", tokens[:1])
+    return path
+
+
+def by_steps(folder: Path, few: Path, *changes: str) -> list[str]:
+    """A run of 5 steps of 4 x 1 samples: it ends in the third epoch. Every step has a checkpoint."""
+    line = [f"recipe={recipe_file(folder, few)}", "data.sequence_length=32", "data.micro_batch_size=1"]
+    line += ["trainer.tokens_per_batch=128", "trainer.max_steps=5", "trainer.checkpoint_every=1"]
+    line += ["trainer.keep_checkpoints=9", "trainer.validate_every=3", "optimizer.lr=1e-2", "optimizer.warmup_steps=0"]
+    return [*line, *changes]
+
+
+@pytest.fixture(scope="module")
+def epochs(few, tmp_path_factory):
+    """`by_steps`, uninterrupted, and how many micro-batches it trained on in each step."""
+    folder = tmp_path_factory.mktemp("epochs")
+    counts: Counter[int] = Counter()
+
+    def counted(module, batch, index, step=PodModule.training_step):
+        counts[module.trainer.global_step] += 1
+        return step(module, batch, index)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PodModule, "training_step", counted)
+        fit(load_recipe(by_steps(folder, few)))
+    return folder / "run", counts
+
+
+def weights_of(run: Path, step: int) -> dict[str, torch.Tensor]:
+    content = torch.load(run / "steps" / f"step={step}.ckpt", weights_only=True)
+    return content["state_dict"]
+
+
+def test_every_epoch_ends_with_a_whole_step(few, epochs):
+    """The weights are those of plain torch, which knows no epochs: 4 samples a step, of a permutation for two steps."""
+    run, counts = epochs
+    assert counts == dict.fromkeys(range(5), 4)
+    assert sorted(path.name for path in (run / "steps").iterdir()) == [f"step={n}.ckpt" for n in range(1, 6)]
+    lightning.seed_everything(0, verbose=False)
+    module = PodModule(model_config=CONFIG, sink_size=2, recent_size=14, lr=1e-2, weight_decay=0.1, max_steps=5)
+    module.configure_model()
+    samples = PreparedDataset(few)
+    chosen = module.configure_optimizers()
+    optimizer, schedule = chosen["optimizer"], chosen["lr_scheduler"]["scheduler"]
+    for step in range(5):
+        order = np.random.default_rng((0, step // 2)).permutation(10)[step % 2 * 4 :][:4]
+        optimizer.zero_grad()
+        for index in order.tolist():
+            item = {name: value[None] for name, value in samples[index].items()}
+            total, count = module.loss(item, module.hidden_states(item))
+            (total / count / 4).backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        for name, weight in weights_of(run, step + 1).items():
+            torch.testing.assert_close(weight, module.get_parameter(name).detach(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 4])
+def test_a_run_resumes_in_and_between_epochs(few, epochs, tmp_path, step):
+    run, _ = epochs
+    (tmp_path / "run" / "steps").mkdir(parents=True)
+    shutil.copy(run / "steps" / f"step={step}.ckpt", tmp_path / "run" / "steps")
+    fit(load_recipe(by_steps(tmp_path, few, "resume=auto")))
+    wanted = losses(run)
+    assert losses(tmp_path / "run") == {at: pytest.approx(wanted[at], rel=1e-6) for at in range(step, 5)}
+    for name, weight in weights_of(run, 5).items():
+        torch.testing.assert_close(weights_of(tmp_path / "run", 5)[name], weight, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "step,size,expected",
+    [
+        (1, 3, [(0, 6, 9), (1, 0, 3), (1, 3, 6), (1, 6, 9)]),
+        (1, 5, [(0, 5, 10), (1, 0, 5), (1, 5, 10), (2, 0, 5)]),
+        (2, 1, [(0, 8, 9), (0, 9, 10), (1, 0, 1)]),
+        (2, 9, [(1, 0, 9), (2, 0, 9), (3, 0, 9)]),
+    ],
+)
+def test_a_run_goes_on_with_steps_of_another_size(few, epochs, tmp_path, monkeypatch, step, size, expected):
+    """A new step begins at the next multiple of its size; none is of fewer. Expected: epoch, first and last sample."""
+    run, _ = epochs
+    (tmp_path / "run" / "steps").mkdir(parents=True)
+    shutil.copy(run / "steps" / f"step={step}.ckpt", tmp_path / "run" / "steps")
+    seen: dict[int, list[list[int]]] = {}
+
+    def noted(module, batch, index, training_step=PodModule.training_step):
+        seen.setdefault(module.trainer.global_step, []).append(batch["input_ids"][0].tolist())
+        return training_step(module, batch, index)
+
+    monkeypatch.setattr(PodModule, "training_step", noted)
+    fit(load_recipe(by_steps(tmp_path, few, "resume=auto", f"trainer.tokens_per_batch={32 * size}")))
+    samples = [sample["input_ids"].tolist() for sample in PreparedDataset(few)]
+    orders = [np.random.default_rng((0, epoch)).permutation(10).tolist() for epoch in range(4)]
+    wanted = [[samples[index] for index in orders[epoch][first:end]] for epoch, first, end in expected]
+    assert seen == dict(enumerate(wanted, start=step))
+
+
+def test_a_time_limit_ends_a_run_between_two_steps(few, epochs, tmp_path, monkeypatch):
+    """The time is up inside the third step; the limit is each process's own, so that the run then goes on."""
+    run, _ = epochs
+    late = []
+
+    def counted(module, batch, index, step=PodModule.training_step):
+        if module.trainer.fit_loop.epoch_loop.total_batch_idx == 9:
+            late.append(index)
+        return step(module, batch, index)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PodModule, "training_step", counted)
+        patch.setattr(Timer, "time_elapsed", lambda timer, *stage: 3600.0 if late else 0.0)
+        fit(load_recipe(by_steps(tmp_path, few, "trainer.time_limit=00:00:30:00", "trainer.checkpoint_every=9")))
+    assert [path.name for path in (tmp_path / "run" / "steps").iterdir()] == ["step=3.ckpt"]
+    fit(load_recipe(by_steps(tmp_path, few, "trainer.time_limit=00:00:30:00", "resume=auto")))
+    wanted = losses(run)
+    assert losses(tmp_path / "run") == {step: pytest.approx(loss, rel=1e-6) for step, loss in wanted.items()}
+    for name, weight in weights_of(run, 5).items():
+        torch.testing.assert_close(weights_of(tmp_path / "run", 5)[name], weight, rtol=1e-5, atol=1e-7)
+
+
+def test_data_for_no_whole_step_is_refused(few, tmp_path):
+    with pytest.raises(ValueError, match="prepared: 10 training samples, but one optimiser step takes 11 "):
+        fit(load_recipe(by_steps(tmp_path, few, "trainer.tokens_per_batch=352")))
+
+
 def test_answers_are_weighed_and_scored(prepared, tmp_path):
     path = recipe_file(tmp_path, prepared)
     weighed = ["trainer.answer_weight=2.0", "trainer.max_steps=1", "trainer.validate_every=1"]
@@ -156,6 +295,124 @@ def test_a_run_that_exists_is_not_trained_over(trained, prepared, tmp_path):
     path = recipe_file(tmp_path, prepared)
     with pytest.raises(ValueError, match="resume=auto"):
         fit(load_recipe([f"recipe={path}", f"output={trained}"]))
+
+
+def started(prepared, folder, *overrides):
+    """The recipe of `trained`, to be started in another folder."""
+    return load_recipe([f"recipe={recipe_file(folder, prepared)}", *overrides])
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "model.config.hidden_size=64",
+        "model.config.rms_norm_eps=1e-5",
+        "model.sink_size=3",
+        "model.recent_size=13",
+        "model.share=window",
+        "model.rope_theta=5e5",
+        "optimizer.lr=2e-3",
+        "optimizer.betas=[0.9, 0.99]",
+        "optimizer.weight_decay=0",
+        "blocks.size=3",
+    ],
+)
+@pytest.mark.parametrize("named", [False, True])
+def test_another_model_does_not_go_on_from_a_checkpoint(trained, prepared, tmp_path, override, named):
+    (tmp_path / "run").symlink_to(trained)
+    before = (trained / "recipe.yaml").read_bytes()
+    resume = trained / "steps" / "step=10.ckpt" if named else "auto"
+    with pytest.raises(RecipeError, match=rf"^{override.partition('=')[0]}[ =].* was trained with .*output=FOLDER"):
+        fit(started(prepared, tmp_path, f"resume={resume}", override))
+    assert (trained / "recipe.yaml").read_bytes() == before
+
+
+def test_what_may_change_when_a_run_goes_on(trained, prepared, tmp_path):
+    shutil.copytree(trained, tmp_path / "run")
+    changed = ["trainer.max_steps=12", "optimizer.min_lr=1e-4", "optimizer.warmup_steps=1", "data.micro_batch_size=2"]
+    changed += ["data.num_workers=1", "trainer.validation_batches=1", "trainer.loss_chunk=64", "distill.weight=0"]
+    changed += ["model.gradient_checkpointing=true", "optimizer.gradient_clip=0.5", "trainer.answer_weight=0.1"]
+    fit(started(prepared, tmp_path, "resume=auto", *changed))
+    assert last_checkpoint(tmp_path / "run" / "steps").name == "step=12.ckpt"
+    rows = csv.DictReader((tmp_path / "run" / "logs" / "version_1" / "metrics.csv").open())
+    rates = [float(row["lr"]) for row in rows if row["lr"]]
+    # The first step's rate was computed before the checkpoint; the last one's by the new cosine, from 1e-3 to 1e-4.
+    assert rates == [0.0, pytest.approx(1e-4 + 0.9e-3 * (1 + math.cos(math.pi * 10 / 11)) / 2, rel=1e-6)]
+
+
+def test_blocks_are_not_found_anew_by_other_rules(trained, prepared, tmp_path):
+    """blocks.json of the run would be taken, whatever the recipe says."""
+    base = export(trained, tmp_path / "base")
+    line = [f"recipe={recipe_file(tmp_path, prepared, base=base)}", "trainer.max_steps=1", "trainer.validate_every=1"]
+    fit(load_recipe(line))
+    for override in ("blocks.kv_saving=0.1", "blocks.threshold=0.5", "blocks.method=sum", "blocks.samples=3"):
+        with pytest.raises(RecipeError, match=rf"^{override.partition('=')[0]} is "):
+            fit(load_recipe([*line, "resume=auto", override]))
+    with pytest.raises(RecipeError, match="^blocks.kv_saving is 0.0"):
+        fit(load_recipe([*line, "resume=auto", "blocks.kv_saving=0"]))
+    shutil.copytree(base, tmp_path / "other")
+    with pytest.raises(RecipeError, match="^model.base is .*other, and "):
+        fit(load_recipe([*line, "resume=auto", f"model.base={tmp_path}/other"]))
+    changed = LlamaConfig.from_pretrained(base, intermediate_size=56)
+    LlamaForCausalLM(changed).save_pretrained(base)
+    (base / "SHA256SUMS").unlink()
+    with pytest.raises(
+        ValueError, match="step=1.ckpt does not fit the model: what is at model.base=.*base has changed"
+    ):
+        fit(load_recipe([*line, "resume=auto"]))
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["trainer.accelerator=mps"], "trainer.accelerator=mps: torch finds no such device on this machine"),
+        (["trainer.accelerator=fpga"], "trainer.accelerator=fpga: must be one of auto, cpu, cuda, gpu, mps, tpu"),
+        (["trainer.devices=1000", "trainer.tokens_per_batch=512000"], "trainer.devices=1000: the CPU's "),
+        (["logger=tensorboard"], "logger=tensorboard needs the package tensorboard: pip install tensorboard"),
+        (["model.config.hidden_act=foo"], "model.config.hidden_act=foo: transformers has no such activation"),
+        (["model.config.hidden_size=33"], "model.config: hidden_size=33"),
+        (["model.config.hidden_size=abc"], "model.config: hidden_size='abc'"),
+        (["model.config.hidden_size=0"], "model.config.hidden_size=0: wanted at least 1"),
+        (["model.config.hiden_size=32"], "model.config.hiden_size: a config of llama has no such field. Did you mean"),
+        (["model.config.zzz=32"], "model.config.zzz: a config of llama has no such field. Its fields are "),
+        (["model.config.rope_parameters={rope_type: foo}"], "model.config.rope_parameters.rope_type=foo: must be one"),
+        (["model.config.rope_parameters={rope_type: yarn}"], "model.config: no llama can be made of it"),
+        (["model.config.rope_theta=x"], "model.config.rope_parameters.rope_theta='x': wanted a positive number"),
+        (["model.config.model_type=foo"], "model.config.model_type=foo: the supported families are llama, mistral, "),
+    ],
+)
+def test_ordinary_mistakes_end_with_one_line(prepared, tmp_path, overrides, message, capsys, monkeypatch):
+    monkeypatch.setattr("pod.fit.importlib.util.find_spec", lambda name: None)
+    assert main([f"recipe={recipe_file(tmp_path, prepared)}", *overrides]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("[transformers]")]
+    assert line.startswith(f"error: {message}") and len(line) < 900
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there(prepared, tmp_path, capsys):
+    assert main([f"recipe={recipe_file(tmp_path, prepared)}", "trainer.accelerator=gpu"]) == 2
+    assert "error: trainer.accelerator=gpu: torch finds no such device" in capsys.readouterr().err
+
+
+def test_wandb_is_offline_without_a_key(prepared, tmp_path, monkeypatch):
+    for name in ("WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    assert not has_wandb_key()
+    (tmp_path / "netrc").write_text("machine example.org login user password p\n")
+    assert not has_wandb_key()
+    if find_spec("wandb"):
+        _, logger = loggers(started(prepared, tmp_path, "logger=wandb"), tmp_path)
+        logger.log_metrics({"loss": 1.0})  # begins a session, which would ask for a key
+        assert logger.experiment.settings.mode in ("offline", "dryrun")
+        logger.experiment.finish()
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password p\n")
+    assert has_wandb_key()
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org:8080")
+    assert not has_wandb_key()
+    monkeypatch.setenv("WANDB_API_KEY", "p")
+    assert has_wandb_key()
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_says_what_to_do(tmp_path, capsys):
@@ -200,7 +457,7 @@ def test_analysing_refuses_a_runs_folder_and_data_of_another_length(trained, pre
 
 def test_a_missing_data_path_is_said_before_an_earlier_run(trained, prepared, tmp_path, capsys):
     line = [f"recipe={recipe_file(tmp_path, prepared)}", f"output={trained}", "data.path=nowhere"]
-    assert fit_main(line) == 2
+    assert main(line) == 2
     assert "no prepared data at nowhere" in capsys.readouterr().err
 
 
@@ -208,7 +465,7 @@ def test_fit_ends_with_what_is_next(prepared, tmp_path, capsys, caplog, recwarn)
     (tmp_path / "run" / "best").mkdir(parents=True)
     (tmp_path / "run" / "best" / "note.txt").write_text("not empty")
     keys = ["trainer.max_steps=1", "trainer.validate_every=1", "trainer.validation_batches=1"]
-    assert fit_main([f"recipe={recipe_file(tmp_path, prepared)}", *keys]) == 0
+    assert main([f"recipe={recipe_file(tmp_path, prepared)}", *keys]) == 0
     run = tmp_path / "run"
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == f"written: {run}; next: python -m pod.export --ckpt {run} --out exports/run"
@@ -301,14 +558,14 @@ def ctrl_c(monkeypatch):
 def test_ctrl_c_ends_the_step_and_writes_a_checkpoint(trained, prepared, tmp_path, capfd, ctrl_c):
     line = [f"recipe={recipe_file(tmp_path, prepared)}", "trainer.checkpoint_every=1000"]
     ctrl_c(5)  # in the midst of the third step of 2 micro-batches
-    assert fit_main([*line, "resume=never"]) == 130
+    assert main([*line, "resume=never"]) == 130
     printed = capfd.readouterr()
     again = shlex.join(line)
     assert printed.out.splitlines()[-1] == f"stopped at step 3; go on with: python -m pod.fit {again} resume=auto"
     assert "a checkpoint is written" in printed.err and "Traceback" not in printed.err
     assert [path.name for path in (tmp_path / "run" / "steps").iterdir()] == ["step=3.ckpt"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert fit_main([*line, "resume=auto"]) == 0
+    assert main([*line, "resume=auto"]) == 0
     bar = re.split("[\r\n]", capfd.readouterr().out)
     assert [shown for shown in bar if "Epoch 0" in shown][0].startswith("Epoch 0:  30%")
     assert any(re.match(r"Epoch 0: 100%.* 10/10 ", shown) for shown in bar)
@@ -332,7 +589,7 @@ def test_readers_outlive_the_terminals_ctrl_c(prepared, ctrl_c):
 def test_a_second_ctrl_c_stops_at_once(prepared, tmp_path, capfd, ctrl_c):
     ctrl_c(5, 6)
     line = [f"recipe={recipe_file(tmp_path, prepared)}", "trainer.checkpoint_every=1000"]
-    assert fit_main(line) == 130
+    assert main(line) == 130
     assert capfd.readouterr().err.splitlines()[-1] == "interrupted"
     assert not list((tmp_path / "run").glob("steps/*"))
 
@@ -421,8 +678,13 @@ def test_adapters_are_resumed_and_exported(trained, prepared, tmp_path, capsys):
     for name, weight in load_checkpoint(run)[0]["state_dict"].items():
         torch.testing.assert_close(weight, whole[name], rtol=1e-6, atol=1e-9)
     assert losses(run) == {step: pytest.approx(loss, rel=1e-6) for step, loss in wanted.items()}
-    with pytest.raises(ValueError, match="lacks 12 of the tensors that are trained"):
-        fit(load_recipe([*line, "resume=auto", "trainer.max_steps=5", "lora.targets=[q, k, gate, up]"]))
+    for key, other in (("lora.targets", "[q, k, gate, up]"), ("lora.rank", "4"), ("lora.rank", "0")):
+        with pytest.raises(RecipeError, match=rf"^{key} is .*was trained with .*: continue with {key}="):
+            fit(load_recipe([*line, "resume=auto", "trainer.max_steps=5", f"{key}={other}"]))
+    LayerBlocks([[0, 0], [0, 0], [0, 0]]).save(tmp_path / "other.json")
+    with pytest.raises(RecipeError, match="^blocks.file=.*other.json gives .*continue with the blocks of its run"):
+        fit(load_recipe([*line, "resume=auto", f"blocks.file={tmp_path}/other.json"]))
+    assert LayerBlocks.load(run / "blocks.json") == LayerBlocks.load(tmp_path / "blocks.json")
 
     merged = AutoModelForCausalLM.from_pretrained(export(run, tmp_path / "merged")).eval()
     assert merged.config.blocks == LayerBlocks.load(tmp_path / "blocks.json")
@@ -449,6 +711,20 @@ def test_the_card_says_when_its_numbers_were_measured(trained, tmp_path, step, a
 
 def test_nothing_is_measured_before_the_first_validation(trained):
     assert measured(trained, 4) == ({}, 0) and measured(trained, 5)[1] == 5
+
+
+def test_the_rope_base_of_a_model_from_scratch(few, tmp_path):
+    """`model.rope_theta` wins over the config's, in training and in the export; a config's own is not forgotten."""
+    keys = ["model.config.rope_parameters={rope_type: default, rope_theta: 5000.0}", "trainer.max_steps=1"]
+    for name, rope, wanted in (("own", "null", 5000.0), ("raised", "70000", 70000.0)):
+        fit(load_recipe(by_steps(tmp_path, few, *keys, f"model.rope_theta={rope}", f"output={tmp_path / name}")))
+        module = PodModule.load_from_checkpoint(tmp_path / name / "steps" / "step=1.ckpt")
+        module.configure_model()
+        frequencies = module.model.model.rotary_emb.inv_freq
+        torch.testing.assert_close(frequencies, wanted ** -(torch.arange(0, 8, 2) / 8))
+        model = AutoModelForCausalLM.from_pretrained(export(tmp_path / name, tmp_path / name / "export"))
+        assert model.config.rope_parameters["rope_theta"] == wanted
+        assert torch.equal(model.model.rotary_emb.inv_freq, frequencies)
 
 
 def test_a_failed_export_leaves_nothing(trained, tmp_path, monkeypatch):

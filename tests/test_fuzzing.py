@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 import pod
 from pod import eviction
+from pod.fit import check_devices, check_logger
+from pod.plan import make_plan
 from pod.prepared import PreparedData, PreparedDataset
 from pod.recipe import RecipeError
 from pod.recipe_loading import load_recipe, save
@@ -187,13 +189,15 @@ NUMBERS = st.one_of(st.integers().map(str), st.floats().map(str), st.text(max_si
 @example("snapkv:budget=1e400")
 @example("snapkv:budget=nan")
 @example("cascade:budget=64,sinks=64")
+@example(",+0")
 def test_eviction_methods(text):
     try:
         methods = eviction.parse_all(text)
     except ValueError as error:
         # The message may quote and escape what it names.
         said = re.sub(r"[\\'\"]", "", str(error))
-        words = [re.sub(r"[\\'\"]", "", repr(word.strip()[:20])) for word in re.split(r"[+:,=]", text) if word.strip()]
+        parts = re.split(r"[+:,=]", text) + [method.partition(":")[0] for method in text.split("+")]
+        words = [re.sub(r"[\\'\"]", "", repr(part.strip()[:20])) for part in parts if part.strip()]
         assert said and (not words or "''" in str(error) or any(word in said for word in words))
         return
     assert [eviction.parse(eviction.unparse(method)) for method in methods] == methods
@@ -205,13 +209,15 @@ def test_eviction_methods(text):
 @settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_recipes_with_changed_lines(tmp_path_factory, data):
-    """A shipped recipe of which some lines were edited."""
+    """A shipped recipe of which some lines were edited: it is refused by what was edited, or it can be planned."""
+    edited: list[str] = []
     lines = (ROOT / "recipes" / "tiny.yaml").read_text().splitlines()
     for _ in range(data.draw(st.integers(1, 2))):
         number = data.draw(st.integers(0, len(lines) - 1))
         key = lines[number].partition(":")[0]
         value = data.draw(st.one_of(SCALARS.map(lambda value: json.dumps(value)), st.text(max_size=12)))
         indent = data.draw(st.sampled_from(["", "", "", "  ", "\t"]))
+        edited += [key.strip(), str(value).strip('"')]
         lines[number] = data.draw(
             st.sampled_from([f"{indent}{key}: {value}", f"{indent}{value}", f"{key} {value}", ""])
         )
@@ -220,7 +226,17 @@ def test_recipes_with_changed_lines(tmp_path_factory, data):
     try:
         recipe = load_recipe([f"recipe={path}"])
     except RecipeError as error:
-        assert len(str(error)) > 10
+        # By file and line where it is no YAML, or by a key or value of an edited line.
+        said = str(error)
+        assert str(path) in said or any(part and part in said for part in edited), (said, edited)
         return
     save(recipe, path.with_name("again.yaml"))
     assert load_recipe([f"recipe={path.with_name('again.yaml')}"]) == recipe
+    try:  # what fit asks of the recipe before it loads anything
+        check_devices(recipe)
+        check_logger(recipe)
+        plan = make_plan(recipe)
+    except (ValueError, OSError) as error:
+        assert any(part and part in str(error) for part in edited), (error, edited)
+        return
+    assert plan.tokens_per_step == recipe.trainer.tokens_per_batch and "hours" in "".join(plan.lines())

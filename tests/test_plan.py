@@ -85,6 +85,8 @@ def measured(config, anchors, checkpointing, batch=2, length=128, dtype="float32
     [
         ({}, ANCHORS, "float32", "scores"),
         ({}, None, "float32", "scores"),
+        ({}, ANCHORS, "float32", "keys"),
+        ({"model_type": "qwen3"}, ANCHORS, "float32", "keys"),
         ({}, [[0, 0], [0, 0], [2, 0], [2, 3], [2, 3], [5, 3]], "float32", "kv"),
         ({"model_type": "qwen2"}, [[0, 0], [0, 0], [2, 2], [2, 2], [4, 4], [4, 4]], "float32", "kv"),
         ({"model_type": "qwen3"}, [[0, 0], [0, 0], [2, 2], [2, 2], [4, 4], [4, 4]], "float32", "kv"),
@@ -197,19 +199,25 @@ from transformers import AutoConfig, AutoModelForCausalLM
 torch.distributed.init_process_group("gloo")
 fields = json.loads(sys.argv[1])
 model = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
-zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+stage = int(sys.argv[3])
+zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
 config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": sys.argv[2] == "2"}, "zero_optimization": zero}
 config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
 adamw = torch.optim.AdamW(model.parameters())
 engine, optimizer, *_ = deepspeed.initialize(model=model, optimizer=adamw, config=config)
 ids = torch.arange(64)[None]
 engine.backward(engine(input_ids=ids, labels=ids).loss)
-gradients = optimizer.grad_partitions_flat_buffer.nbytes
+count = lambda tensors: sum(tensor.nbytes for tensor in tensors)
+if stage == 3:
+    gradients = optimizer.grad_partitions_flat_buffer.nbytes
+else:
+    kept = [one for group in (optimizer.averaged_gradients or {}).values() for one in group or ()]
+    gradients = count(kept or [p.grad for p in model.parameters() if p.grad is not None])
 engine.step()
 states = [value for state in optimizer.optimizer.state.values() for value in state.values() if value.dim()]
-weights = [parameter.ds_tensor for parameter in model.parameters()]
-count = lambda tensors: sum(tensor.nbytes for tensor in tensors)
-print("BYTES", count(weights), gradients, count([*states, *optimizer.fp32_partitioned_groups_flat]))
+weights = [parameter.ds_tensor if stage == 3 else parameter for parameter in model.parameters()]
+masters = optimizer.fp32_partitioned_groups_flat if stage == 3 else optimizer.single_partition_of_fp32_groups
+print("BYTES", count(weights), gradients, count([*states, *masters]))
 del engine, optimizer, model
 gc.collect()
 torch.distributed.destroy_process_group()
@@ -217,18 +225,20 @@ torch.distributed.destroy_process_group()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("activation_bytes", [2, 4])
-def test_a_real_step_of_zero_3(activation_bytes):
+@pytest.mark.parametrize("stage, activation_bytes", [(3, 2), (3, 4), (2, 2), (1, 2)])
+def test_a_real_step_of_zero(stage, activation_bytes):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     done = subprocess.run(
-        [sys.executable, "-c", ZERO, json.dumps(CONFIG), str(activation_bytes)],
+        [sys.executable, "-c", ZERO, json.dumps(CONFIG), str(activation_bytes), str(stage)],
         env={**os.environ, **where, "DS_ACCELERATOR": "cpu"}, capture_output=True, text=True,
     )  # fmt: skip
     found = re.search(r"BYTES (\d+) (\d+) (\d+)", done.stdout)
     assert found, done.stderr
-    plan = Memory(Shape.from_config(CONFIG), Sharing(), length=64, zero=True, activation_bytes=activation_bytes)
+    plan = Memory(
+        Shape.from_config(CONFIG), Sharing(), length=64, zero=True, stage=stage, activation_bytes=activation_bytes
+    )
     assert (plan.parameters, plan.gradients, plan.optimizer) == tuple(map(int, found.groups()))
 
 
@@ -333,6 +343,16 @@ def test_zero_divides_the_states():
         assert getattr(one, kind) == 8 * getattr(eight, kind)
     assert one.parameters + one.gradients + one.optimizer == 16 * shape.parameters
     assert one.checkpoints == eight.checkpoints
+    for stage, sharded in ((1, ("optimizer",)), (2, ("optimizer", "gradients"))):
+        alone, many = replace(one, stage=stage), replace(eight, stage=stage)
+        for kind in ("parameters", "gradients", "optimizer"):
+            assert getattr(alone, kind) == getattr(one, kind)
+            assert getattr(alone, kind) == getattr(many, kind) * (8 if kind in sharded else 1)
+        assert many.communication < eight.communication or stage == 2  # nothing is gathered
+        assert many.longest(2**33) <= eight.longest(2**33)
+        offloaded = replace(many, offload_optimizer=True)
+        assert offloaded.optimizer == 0 and (offloaded.gradients == 0) == (stage == 2)
+        assert offloaded.host == (12 if stage == 1 else 14) * shape.parameters / 8
 
 
 def test_a_sample_is_divided():
@@ -407,6 +427,31 @@ def test_the_command_prints_the_plan(capsys):
     for wrong, message in (("plan=1", "write plan=true"), ("utilisation=x", "wanted a number"), ("gpi=H100", "gpi")):
         assert main(["recipe=llama3-32k", "plan=true", wrong]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_the_plan_is_of_what_fit_does(tmp_path, capsys):
+    """Lightning's auto is DDP on several devices; blocks that fit refuses have no plan."""
+
+    def printed(*overrides, recipe="llama3-32k"):
+        status = main([f"recipe={recipe}", "plan=true", *overrides])
+        said = capsys.readouterr()
+        return said.out if status == 0 else said.err
+
+    auto = ["trainer.strategy=auto", "trainer.sequence_parallel_size=1"]
+    assert "8 H100, DDP: 8 sample(s)" in printed(*auto)
+    assert "8 H100, DDP: 8 sample(s)" in printed("trainer.strategy=ddp", *auto[1:])
+    assert "1 H100, one process" in printed(*auto, "trainer.devices=1")
+    for stage in (1, 2, 3):
+        assert f"8 H100, ZeRO-{stage}: 4 sample(s)" in printed(f"trainer.zero_stage={stage}")
+    shares = [make_plan(load_recipe(["recipe=llama3-32k", f"model.share={share}"])) for share in ("scores", "keys")]
+    assert shares[1].memory.anchors * 5 == shares[0].memory.anchors  # four query heads of a group stay
+    assert shares[1].memory.total < shares[0].memory.total and shares[1].memory.attention < shares[0].memory.attention
+    assert printed("blocks.size=64") == "error: blocks.size=64: the model has 32 layers\n"
+    LayerBlocks.dense(3, 8).save(tmp_path / "other.json")
+    wrong = printed(f"blocks.file={tmp_path}/other.json")
+    assert wrong.startswith(f"error: blocks.file={tmp_path}/other.json: blocks for another model")
+    assert "no such field. Did you mean hidden_size" in printed("model.config.hiden_size=8", recipe="tiny-base")
+    assert "the supported families are" in printed("model.config.model_type=gpt2", recipe="tiny-base")
 
 
 @pytest.mark.slow

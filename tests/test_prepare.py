@@ -126,7 +126,7 @@ def test_a_bad_shard_is_named_and_skipped_only_when_asked(tmp_path, capsys):
     bad.write_bytes(content)
     command = ["--source", str(tmp_path / "in"), "--out", str(tmp_path / "out"), "--tokenizer", "bytes"]
     command += ["--sequence-length", "64", "--num-proc", "2", "--held-out", "0"]
-    assert prepare.main(command) == 1
+    assert prepare.main(command) == 2
     said = capsys.readouterr().err
     assert f"{bad}: wrong checksum, sha1 is" in said and "--skip-bad-shards" in said
     assert not (tmp_path / "out").exists()
@@ -253,6 +253,36 @@ def test_a_failed_writing_goes_on_at_the_shard(tmp_path, monkeypatch):
     # Another seed does not take the shards of this one.
     prepare.prepare([str(folder)], tmp_path / "other", **OPTIONS, seed=1)
     assert files_of(tmp_path / "other") != files_of(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (
+            {"sequence_length": 100_000_000_000},
+            "--sequence-length 100000000000: a sample must fit into a shard",
+        ),
+        ({"held_out": 0.99999}, "--held-out 0.99999 leaves none of the 3 documents for training: lower it"),
+    ],
+)
+def test_what_would_give_no_sample_is_refused(tmp_path, changes, message):
+    (tmp_path / "in").mkdir()
+    for number in range(3):
+        (tmp_path / "in" / f"{number}.txt").write_text(f"text {number}")
+    with pytest.raises(ValueError, match=message):
+        prepare.prepare([str(tmp_path / "in")], tmp_path / "in" / "out", **{**OPTIONS, **changes})
+    if "sequence_length" in changes:  # before anything is read
+        assert len(list((tmp_path / "in").iterdir())) == 3
+    assert not (tmp_path / "in" / "out").exists()
+
+
+def test_the_commands_in_the_help_are_whole(capsys):
+    with pytest.raises(SystemExit):
+        prepare.main(["--help"])
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    for above, below in zip(lines, lines[1:], strict=False):
+        if "data/prepare.py" in above and "--sequence-length" not in above:
+            assert above[-1] == "\\" and "--sequence-length" in below
 
 
 def test_two_runs_at_once_are_refused(tmp_path, monkeypatch):

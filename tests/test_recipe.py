@@ -163,7 +163,9 @@ def test_overrides_reach_into_the_free_config():
 
 
 def test_a_free_config_can_be_removed_and_added():
-    recipe = load_recipe(["recipe=tiny-base", "model.config=null", "model.base=somewhere"])
+    recipe = load_recipe(
+        ["recipe=tiny-base", "model.config=null", "model.base=somewhere", "model.initialization=transformers"]
+    )
     assert recipe.model.config is None
     recipe = tiny("model.base=null", "model.tokenizer=bytes", "model.config.model_type=llama")
     assert recipe.model.config == {"model_type": "llama"}
@@ -415,6 +417,13 @@ def test_every_number_has_an_interval():
             ["trainer.offload=parameters", "trainer.zero_stage=2", "trainer.strategy=deepspeed"],
             "trainer.offload=parameters needs trainer.zero_stage=3, got 2",
         ),
+        (["trainer.zero_stage=2"], "trainer.zero_stage=2 needs trainer.strategy=deepspeed; set trainer.zero_stage=3"),
+        (["distill.temperature=2"], "distill.temperature=2.0 needs a distill.weight above 0; set distill.temperature"),
+        (["model.initialization=torch"], "model.initialization=torch needs model.config: it draws the weights of a"),
+        (["blocks.file=a.json", "blocks.threshold=0.3"], "blocks.threshold=0.3 needs blocks.file=null, which names"),
+        (["lora.alpha=32"], "lora.alpha=32.0 needs a lora.rank above 0; set lora.alpha=16.0"),
+        (["lora.dropout=0.1"], "lora.dropout=0.1 needs a lora.rank above 0; set lora.dropout=0.0"),
+        (["lora.targets=[q]"], "lora.targets=[q] needs a lora.rank above 0; set lora.targets=[q, k, v, o]"),
         (["name=a/b"], "name must be letters, digits, dot, dash and underscore; got 'a/b'"),
         (["description=a\nb"], "description must be one line"),
         (["resume=atuo"], "resume must be never, auto or a checkpoint's path; got 'atuo'. Did you mean auto?"),
@@ -433,6 +442,13 @@ def test_every_number_has_an_interval():
 )
 def test_messages(overrides, message):
     assert message in refused(*overrides)
+
+
+def test_what_is_read_is_not_refused():
+    tiny("lora.rank=4", "lora.alpha=8", "lora.dropout=0.1", "lora.targets=[q]")
+    tiny("distill.weight=0.5", "distill.temperature=2")
+    tiny("trainer.strategy=deepspeed", "trainer.zero_stage=1")
+    tiny("blocks.threshold=0.3")
 
 
 def test_batch_that_does_not_divide_names_the_numbers():

@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import pod
 from pod.checkpoints import last_checkpoint, resume_from
 from pod.export import consolidated, rebuild
+from pod.fit import fit
 from pod.module import PodModule
 from pod.prepared import PreparedDataset, collate
 from pod.recipe_loading import load_recipe
@@ -593,10 +594,43 @@ def recipe_file(folder, inputs, **trainer):
     return folder / "trial.yaml"
 
 
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
+ENVIRONMENT["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
+# pod.fit, all of whose processes are killed when half of a certain file of step 4 is written.
+KILLED = """
+import os, signal, sys, torch
+from pathlib import Path
+from pod.fit import main
+
+save, write_text = torch.save, Path.write_text
+moment = sys.argv[1]
+
+
+def end(file):
+    if file.name.endswith(moment) and "step=4.ckpt" in file.parts:
+        if file.exists():
+            os.truncate(file, file.stat().st_size // 2)
+        os.killpg(0, signal.SIGKILL)
+
+
+def killed_save(content, file, *arguments, **options):
+    save(content, file, *arguments, **options)
+    end(Path(str(file)))
+
+
+def killed_write(path, *arguments, **options):
+    end(path)
+    return write_text(path, *arguments, **options)
+
+
+torch.save, Path.write_text = killed_save, killed_write
+sys.exit(main(sys.argv[2:]))
+"""
+
+
 def command(module, *arguments):
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
     line = [sys.executable, "-m", module, *map(str, arguments)]
-    return subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
+    return subprocess.run(line, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=900)
 
 
 def logged(run, column, version="version_0"):
@@ -639,22 +673,57 @@ def test_fit_resume_and_export_with_a_shared_sequence(inputs, tmp_path):
     wanted = plain_loss(model, [PreparedDataset(inputs / "packed", "validation")[number] for number in (0, 1)])
     assert abs(logged(run, "val_loss")[3] - wanted.item()) < 1e-5 * wanted.item()
 
-    # Killed after step 2 and continued by as many processes, then by one.
+    # Killed while step 4 is written, and continued by as many processes or by one.
     alone = ("trainer.strategy=deepspeed", "trainer.devices=1")
-    for version, processes in (("version_1", sharded), ("version_2", alone)):
-        shutil.rmtree(steps / "step=4.ckpt")
-        done = command("pod.fit", f"recipe={path}", *processes, "resume=auto")
+    for moment, processes in (("_optim_states.pt", sharded), ("complete.json", alone)):
+        killed = tmp_path / moment
+        (tmp_path / "killed.py").write_text(KILLED)
+        line = [sys.executable, tmp_path / "killed.py", moment, f"recipe={path}", *sharded, f"output={killed}"]
+        done = subprocess.run(line, cwd=ROOT, env=ENVIRONMENT, capture_output=True, timeout=900, start_new_session=True)
+        assert done.returncode == -signal.SIGKILL, done.stderr.decode()[-3000:]
+        assert len(list(killed.glob("steps/step=4.ckpt/checkpoint/*_optim_states.pt"))) > 0, "killed inside"
+        assert last_checkpoint(killed / "steps").name == "step=2.ckpt", "half of a checkpoint is none"
+        done = command("pod.fit", f"recipe={path}", *processes, f"output={killed}", "resume=auto")
         assert done.returncode == 0, done.stderr[-3000:]
-        assert f"continuing from {steps / 'step=2.ckpt'}" in done.stdout
+        assert f"continuing from {killed / 'steps' / 'step=2.ckpt'}" in done.stdout
         said = "was written by 2 processes and this run has 1: it is read by way of DeepSpeed's universal checkpoint"
         assert (said in done.stdout) == (processes is alone)
         for column in ("train_loss", "grad_norm", "val_loss"):
-            wanted, again = logged(run, column), logged(run, column, version)
+            wanted, again = logged(run, column), logged(killed, column, "version_1")
             assert sorted(again) == [step for step in sorted(wanted) if step >= 2]
             for step, value in again.items():
-                assert abs(value - wanted[step]) <= 2e-6 * value, (version, column, step)
-        assert last_checkpoint(steps) == steps / "step=4.ckpt" and world_size_of(steps / "step=2.ckpt") == 2
-        assert not list((steps / "step=2.ckpt").glob("*universal*")), "removed when it is read"
+                assert abs(value - wanted[step]) <= 2e-6 * value, (moment, column, step)
+        assert last_checkpoint(killed / "steps") == killed / "steps" / "step=4.ckpt", "none of the killed run's shards"
+        assert [world_size_of(killed / "steps" / f"step={step}.ckpt") for step in (2, 4)] == [
+            2,
+            2 - (processes is alone),
+        ]
+        assert not list((killed / "steps" / "step=2.ckpt").glob("*universal*")), "removed when it is read"
+
+
+@pytest.mark.slow
+def test_lightning_and_deepspeed_agree_on_epochs_and_steps(inputs, tmp_path):
+    """An epoch of 70 samples is two steps of 32: as one process without DeepSpeed, and resumed in the second epoch."""
+    path = recipe_file(tmp_path, inputs, tokens_per_batch=32 * LENGTH, checkpoint_every=1, keep_checkpoints=9)
+    pod.LayerBlocks(BLOCKS).save(tmp_path / "blocks.json")
+    line = [f"recipe={path}", "model.config=null", f"model.base={inputs / 'kv2'}", "trainer.log_every=1"]
+    fit(load_recipe([*line, f"output={tmp_path / 'plain'}"]))
+    wanted = {column: logged(tmp_path / "plain", column) for column in ("train_loss", "grad_norm", "val_loss")}
+    run = tmp_path / "run"
+    for version, devices in enumerate((1, 1, 2)):
+        if version:
+            shutil.rmtree(run / "steps" / "step=4.ckpt")
+        chosen = ("trainer.strategy=deepspeed", f"trainer.devices={devices}", "resume=auto")
+        done = command("pod.fit", *line, *chosen)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert sorted(path.name for path in (run / "steps").iterdir()) == [f"step={n}.ckpt" for n in range(1, 5)]
+        for column in wanted:
+            if column == "train_loss" and devices == 2:
+                continue  # of the last micro-batch, which two processes share out otherwise
+            found = logged(run, column, f"version_{version}")
+            assert sorted(found) == [step for step in sorted(wanted[column]) if not version or step == 3]
+            for step, value in found.items():
+                assert abs(value - wanted[column][step]) <= 1e-5 * value, (version, column, step)
 
 
 @pytest.mark.slow

@@ -1,15 +1,11 @@
 """What the command lines of the scripts in eval/ have in common."""
 
 import argparse
-import shlex
-import sys
-from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
 from pod import eviction
-from pod.terminal import Stopped, as_command
+from pod.exit_status import exit_status as exit_status  # of every script
 
 
 def default_folder(script: str) -> Path:
@@ -54,25 +50,3 @@ def add_eviction(parser: argparse.ArgumentParser) -> None:
         help="also with a cache that keeps some tokens only, such as snapkv:budget=256,window=16; several methods are "
         "separated by +; `list` shows all",
     )
-
-
-def exit_status(main: Callable[[list[str] | None], None]) -> Callable[[list[str] | None], int]:
-    """`main` of a script, with an exit status: 0, or 2 after one line that says what the user can mend.
-
-    One that trains goes on where a signal stopped it, when it is called again: the last line says so.
-    """
-
-    @as_command
-    @wraps(main)
-    def run(arguments: list[str] | None = None) -> int:
-        try:
-            main(arguments)
-        except (ValueError, OSError, ImportError) as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
-        except Stopped as stopped:
-            print(f"{stopped}; go on with: python {shlex.join(sys.orig_argv[1:])}", flush=True)
-            return stopped.code
-        return 0
-
-    return run

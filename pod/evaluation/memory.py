@@ -57,7 +57,7 @@ class Inference:
 
     Attributes:
         shape: the model's sizes.
-        blocks: of one layer each: dense.
+        blocks: of one layer each: dense. Of layers that share scores (or keys, which takes a little less).
         prompt, output: x and y, in tokens.
         sink_size, recent_size: proximal tokens.
         eviction: a method of `pod.eviction`, None keeps every token.

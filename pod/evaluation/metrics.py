@@ -4,7 +4,7 @@
 
 A published number can only be compared with one computed the same way, so what those scripts do by accident is done
 here too, and each accident has a test. Two packages that they need are not needed here: ROUGE-L follows `rouge` 1.0.1
-and the edit similarity is difflib's. Chinese sets are cut into words by jieba (`pip install 'pod-attention[chinese]'`),
+and the edit similarity is difflib's. Chinese sets are cut into words by jieba (`pip install -e '.[chinese]'`),
 or by any function that is passed as `segment`.
 """
 
@@ -156,7 +156,7 @@ def jieba_segment() -> Segment:
     except ImportError as error:
         raise ImportError(
             "Chinese sets (multifieldqa_zh, dureader, vcsum) are scored on words cut by jieba, which is not installed: "
-            "pip install 'pod-attention[chinese]', or leave these sets out"
+            "pip install -e '.[chinese]', or leave these sets out"
         ) from error
     return lambda text: list(jieba.cut(text, cut_all=False))
 

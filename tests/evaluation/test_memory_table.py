@@ -65,6 +65,13 @@ def test_even_blocks_refuse_what_cannot_be():
         memory.even_blocks(4, 2, 0.45)
 
 
+@pytest.mark.parametrize("share", ["kv", "window"])
+def test_what_the_arithmetic_does_not_know_is_refused(tmp_path, capsys, share):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"model_type": "pod_llama", "share": share}))
+    assert memory_script.main(["--model", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    assert f"share='{share}', whose cache and activations this arithmetic does not count" in capsys.readouterr().err
+
+
 METHODS = [
     None,
     eviction.SnapKV(budget=24, window=4),
@@ -150,14 +157,15 @@ def test_script(tmp_path, capsys):
     assert memory_script.main([*arguments, "--out", str(tmp_path / "out")]) == 0
     result = json.loads((tmp_path / "out" / "memory.json").read_text())
     assert list(result["rows"]) == [
-        "dense, lean", "PoD, lean", "PoD + SnapKV(12), lean", "dense, whole logits", "PoD, whole logits"
+        "dense, last logits only", "PoD, last logits only", "PoD + SnapKV(12), last logits only",
+        "dense, all logits", "PoD, all logits",
     ]  # fmt: skip
     assert result["reserved"] == 0 and result["device"] == "CPU" and "published" not in result
     for row in result["rows"].values():
         for cell in row["cells"]:
             assert cell["batch"] == pytest.approx(cell["measured"], rel=0.15) and cell["batch"] > 5
     text = (tmp_path / "out" / "memory.md").read_text()
-    assert "| PoD + SnapKV(12), lean " in text and "in brackets measured" in text
+    assert "| PoD + SnapKV(12), last logits only " in text and "in brackets measured" in text
     assert text.splitlines()[0] in capsys.readouterr().out
     assert (tmp_path / "out" / "memory.png").stat().st_size > 5000
 
@@ -167,12 +175,13 @@ def test_script_for_the_papers_model(tmp_path, capsys):
     result = json.loads((tmp_path / "memory.json").read_text())
     assert result["published"]["2048"] == [25, 33] and result["reserved"] == 4 * 2**30
     batches = {name: [cell["batch"] for cell in row["cells"]] for name, row in result["rows"].items()}
-    assert batches["dense, whole logits"] == [22, 13, 7, 4]
-    assert all(a > b for a, b in zip(batches["PoD, lean"], batches["dense, lean"], strict=True))
+    assert batches["dense, all logits"] == [22, 13, 7, 4]
+    shared, dense = (batches[f"{name}, last logits only"] for name in ("PoD", "dense"))
+    assert all(a > b for a, b in zip(shared, dense, strict=True))
     for row in result["rows"].values():
         for cell in row["cells"]:
             assert sum(cell["bytes"].values()) <= 76 * 2**30
-    assert "dense, published" in capsys.readouterr().out
+    assert "dense, the paper's Table 2" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

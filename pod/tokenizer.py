@@ -1,0 +1,71 @@
+"""Tokenizers by name, and whether prepared data can be learned by a model: its ids, and what they stand for."""
+
+import sys
+
+from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase
+
+from pod.prepared import PreparedData
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer `name`: `bytes`, a directory or a hub id.
+
+    Raises:
+        ValueError: none can be loaded from there.
+    """
+    if name == "bytes":
+        return ByT5Tokenizer(extra_ids=0)
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # what tokenizers raises for a damaged file is a bare Exception
+        raise ValueError(f"no tokenizer can be loaded from {name!r}: {' '.join(str(error).split())}") from error
+
+
+def check_vocabulary(data: PreparedData, vocab_size: int) -> None:
+    """Refuse data whose ids may lie beyond a model's embedding.
+
+    Args:
+        vocab_size: ids of the model.
+
+    Raises:
+        ValueError: the data's tokenizer has more; names both numbers.
+    """
+    if data.vocab_size > vocab_size:
+        raise ValueError(
+            f"{data.path} was prepared with the tokenizer {data.tokenizer!r} of {data.vocab_size} ids, but the model "
+            f"has {vocab_size}: prepare again with the model's tokenizer (--tokenizer), or train a model of at least "
+            f"vocab_size {data.vocab_size}"
+        )
+
+
+def warn_of_another_tokenizer(data: PreparedData, name: str) -> None:
+    """Say on stderr when ids of prepared data stand for other tokens than the tokenizer `name` means by them.
+
+    Tokenizers of two names are compared id by id: a directory that was moved or a longer vocabulary is no other one.
+    It is not an error, as a few reserved ids may be named anew without harm; nor is it that the data's tokenizer is not
+    here. Nothing is said where the model's is not.
+    """
+    if data.tokenizer == name:
+        return
+    try:
+        mine = load_tokenizer(name).get_vocab()
+    except ValueError:
+        return
+    try:
+        theirs = load_tokenizer(data.tokenizer).get_vocab()
+    except ValueError as error:
+        problem = f"which cannot be compared ({error})"
+    else:
+        ours = {index: token for token, index in mine.items()}
+        others = sorted((index, token) for token, index in theirs.items() if ours.get(index) != token)
+        if not others:
+            return
+        index, token = others[0]
+        problem = (
+            f"and {len(others)} of {len(theirs)} ids are other tokens (id {index}: {token!r}, {ours.get(index)!r})"
+        )
+    print(
+        f"warning: {data.path} was prepared with the tokenizer {data.tokenizer!r}, the model's is {name!r}, {problem}: "
+        "if these are not the same, prepare again with the model's",
+        file=sys.stderr,
+    )
