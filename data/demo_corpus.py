@@ -238,6 +238,9 @@ def main(arguments: list[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     print(f"written to {options['out']}: {options['samples']} + {options['validation_samples']} samples")
     return 0
 

@@ -41,6 +41,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -70,6 +71,7 @@ def _begin(task: Callable[[Any], Any], parent: int) -> None:
     global _task
     _task = task
     if os.getpid() != parent:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches all: one of them says so
         threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
 
 
@@ -343,6 +345,9 @@ def main(arguments: list[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)  # as `pod.exit_status`, without torch, which would delay --help
         return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     skipped = report["skipped"]
     for entry in skipped[:SHOWN]:
         print("skipped {file}:{line}: {problem}".format(**entry), file=sys.stderr)

@@ -91,4 +91,8 @@ def timed(work: Callable[[], object]) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)

@@ -12,13 +12,15 @@ scores and, for a fair comparison, densely for as many steps, exports both, and 
     PoD, adapted            shared scores after the training
     StreamingLLM            sinks and recent tokens only, as a mask on the dense model with the extra steps
 
-The report goes to checkpoints/tiny/report.md, report.png and report.json. A demo that was stopped goes on where it was.
+The report goes to checkpoints/tiny/report.md, report.png and report.json. A demo that was stopped goes on where it was;
+one of other settings is not mixed with it.
 """
 
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -32,7 +34,8 @@ from pod.evaluation.perplexity import decoder_states, perplexity
 from pod.evaluation.texts import prepared
 from pod.export import export
 from pod.fit import fit
-from pod.recipe import Recipe, output_folder, steps
+from pod.prepared import PreparedData
+from pod.recipe import Recipe, output_folder, schema, steps
 from pod.recipe_loading import load_recipe
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))
@@ -60,10 +63,39 @@ def write_data(recipe: Recipe) -> Path:
     trained = recipe.trainer.tokens_per_batch // length * steps(recipe)
     if not (Path(recipe.data.path) / "index.json").exists():
         write_corpus(recipe.data.path, length, samples=max(trained, 64), validation_samples=64, seed=2)
+    samples = PreparedData(recipe.data.path).splits["train"]["samples"]
+    if samples < trained:
+        print(
+            f"warning: {recipe.data.path} has {samples:,} training samples and the run takes {trained:,}, so it sees "
+            "them again and again. Remove the directory to have as many written as it takes",
+            file=sys.stderr,
+        )
     plain = Path(recipe.data.path).with_name(f"{length}-plain")
     if not (plain / "index.json").exists():
         write_corpus(plain, length, samples=1, validation_samples=TEXTS, seed=1, keys_min=0, keys_max=0)
     return plain
+
+
+def refuse_other(recipe: Recipe) -> None:
+    """See that what an earlier call trained, and would be gone on with, was asked for with the same recipe.
+
+    Raises:
+        ValueError: it was not; names what differs.
+    """
+    out = output_folder(recipe)
+    if not (out / "recipe.yaml").is_file():
+        return
+    earlier = load_recipe([f"recipe={out / 'recipe.yaml'}"])
+    changed = []
+    for key in schema():
+        was, wanted = attrgetter(key)(earlier), attrgetter(key)(recipe)
+        if was != wanted and key != "resume":
+            changed.append(f"{key}={was}, now {wanted}")
+    if changed:
+        raise ValueError(
+            f"{out} holds what was trained with other settings ({'; '.join(changed)}): remove it, or choose another "
+            "output=FOLDER"
+        )
 
 
 def keys_in_text(tokenizer: PreTrainedTokenizerBase, samples: int) -> list[PassKey]:
@@ -224,6 +256,8 @@ def run(overrides: list[str]) -> Path:
     recipe = load_recipe(["recipe=tiny", "resume=auto", *overrides])
     out = output_folder(recipe)
     dense = load_recipe(["recipe=tiny", "resume=auto", *overrides, "blocks.kv_saving=0", f"output={out / 'dense'}"])
+    for one in (recipe, dense):
+        refuse_other(one)
     plain = write_data(recipe)
     for one in (recipe, dense):
         fit(one)

@@ -77,9 +77,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--kv-saving", type=float, default=0.35, help="share of the cache's bytes to save (0.35)")
     parser.add_argument("--sink-size", type=int, default=16)
     parser.add_argument("--recent-size", type=int, default=4080)
-    parser.add_argument(
-        "--lengths", type=command.numbers, default=[256, 512, 1016], help="tokens of the prompts with keys"
-    )
+    command.add_numbers(parser, "--lengths", [256, 512, 1016], "tokens of the prompts with keys (256,512,1016)")
     parser.add_argument("--samples", type=int, default=4, help="prompts for each length and depth (4)")
     parser.add_argument("--limit", type=int, default=96, help="samples of text (96)")
     parser.add_argument(

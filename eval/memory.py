@@ -264,10 +264,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--model", required=True, help=f"a directory with config.json, or {', '.join(SHORT_NAMES)}")
     parser.add_argument("--memory", default="80GB", help=f"80GB, 512MB (1 GB = 2**30), or {', '.join(GPUS)} (80GB)")
-    parser.add_argument(
-        "--lengths", type=command.numbers, default=list(PUBLISHED),
-        help="tokens of a prompt, comma-separated (2048,4096,8192,16384)",
-    )  # fmt: skip
+    command.add_numbers(parser, "--lengths", list(PUBLISHED), "tokens of a prompt (2048,4096,8192,16384)")
     parser.add_argument("--output", type=int, default=8192, help="new tokens (8192)")
     parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16", help="of weights and cache (bfloat16)")
     parser.add_argument("--blocks", type=Path, help="a blocks file of pod.analyze (the model's own, or --kv-saving)")

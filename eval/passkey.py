@@ -65,6 +65,8 @@ def evaluate(
     Raises:
         ValueError: a checkpoint, length, phrase or method that cannot be.
     """
+    for ckpt in ckpts:
+        models.require_model(ckpt)
     if depths < 2 or samples < 1 or batch_size < 1:
         raise ValueError("--depths must be at least 2, --samples and --batch-size at least 1")
     by_range = protocol == "cascade"
@@ -129,11 +131,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ckpt", nargs="+", required=True, help="exported models (directories or hub ids)")
     parser.add_argument("--protocol", choices=list(PROTOCOLS), default="grid", help="cascade: see above (grid)")
-    parser.add_argument(
-        "--lengths",
-        type=command.numbers,
-        help="tokens, comma-separated (256,512,1024; cascade: 32768 doubling to 1048576)",
-    )
+    command.add_numbers(parser, "--lengths", None, "tokens (256,512,1024; cascade: 32768 doubling to 1048576)")
     parser.add_argument("--depths", type=int, help="depths, evenly from beginning to end (11), or ranges (cascade: 5)")
     parser.add_argument("--samples", type=int, help="prompts for each length and depth (8; cascade: 20)")
     parser.add_argument(

@@ -165,12 +165,8 @@ def main(arguments: list[str] | None = None) -> None:
         metavar="TASK",
         help=f"of {', '.join(TASKS)} (default: all whose files are given)",
     )
-    parser.add_argument(
-        "--lengths",
-        nargs="+",
-        type=int,
-        default=[4096, 8192, 16384, 32768],
-        help="tokens of prompt and answer together",
+    command.add_numbers(
+        parser, "--lengths", [4096, 8192, 16384, 32768], "tokens of prompt and answer together (4096,...,32768)"
     )
     parser.add_argument("--samples", type=int, default=100, help="per task and length (default: 100; the authors: 500)")
     parser.add_argument(

@@ -450,7 +450,7 @@ def run_suite(suite: str, lengths: list[int], setting: Setting, path: Path) -> d
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", choices=[*SUITES, "all"], required=True)
-    parser.add_argument("--lengths", type=command.numbers, help="tokens, by the device")
+    command.add_numbers(parser, "--lengths", None, "tokens, by the device")
     parser.add_argument("--batch", type=int, help="rows (1; where a GPU decodes, half a million tokens of them)")
     parser.add_argument("--rounds", type=int, help="timed rounds (9, on a GPU 15)")
     parser.add_argument("--device", choices=list(SETTINGS), default="cuda" if torch.cuda.is_available() else "cpu")

@@ -245,7 +245,7 @@ def main(arguments: list[str] | None = None) -> None:
     command.add_eviction(
         parser, "--methods", f"eviction methods without budgets ({METHODS})", eviction.split, eviction.split(METHODS)
     )
-    parser.add_argument("--budgets", type=command.numbers, default=[64, 128, 256], help="tokens kept (64,128,256)")
+    command.add_numbers(parser, "--budgets", [64, 128, 256], "tokens kept (64,128,256)")
     parser.add_argument("--length", type=int, default=1016, help="tokens of a prompt, and of a text (1016)")
     parser.add_argument("--depths", type=int, default=9, help="depths of the keys, from beginning to end (9)")
     parser.add_argument("--samples", type=int, default=8, help="prompts for each depth (8)")

@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from pod.blocks import LayerBlocks
 from pod.exit_status import exit_status
@@ -37,7 +38,8 @@ def analyze(recipe: Recipe) -> LayerBlocks:
         The blocks, also written to the run's folder with the pictures.
 
     Raises:
-        ValueError: no such model or data, or more saving wanted than the model can give.
+        ValueError: no such model or data, data of another sample length, or more saving wanted than the model can
+            give.
     """
     if recipe.model.base is None:
         raise ValueError(
@@ -45,20 +47,22 @@ def analyze(recipe: Recipe) -> LayerBlocks:
         )
     out = output_folder(recipe)
     check_writable(out)
-    dataset = PreparedDataset(recipe.data.path, "train")
+    dataset = PreparedDataset(_data(recipe), "train")
     check_vocabulary(dataset.data, first_config(recipe.model.base, None).vocab_size)
     count = min(recipe.blocks.samples, len(dataset))
     # Spread over the whole set; each index gives the same sample on every machine.
     chosen = torch.linspace(0, len(dataset) - 1, count).long().tolist()
     device = "cuda" if torch.cuda.is_available() and recipe.trainer.accelerator != "cpu" else "cpu"
     model = load_stock(recipe.model.base, recipe.model.rope_theta, getattr(torch, recipe.model.dtype)).to(device)
+    progress = tqdm(chosen, desc="attention similarity", unit="sample")
     similarity = attention_similarity(
         model,
-        (dataset[index]["input_ids"][None].to(device) for index in chosen),
+        (dataset[index]["input_ids"][None].to(device) for index in progress),
         last_q=recipe.blocks.last_q,
         distant_only=recipe.blocks.distant_only,
         sink_size=recipe.model.sink_size,
         recent_size=recipe.model.recent_size,
+        progress=False,
     )
     blocks = group(recipe, similarity)
     save_similarity(similarity, out / "similarity.safetensors")
@@ -68,6 +72,24 @@ def analyze(recipe: Recipe) -> LayerBlocks:
     print(savings_table(similarity))
     print(f"{blocks}\nwritten: {out}/blocks.json, similarity.safetensors, similarity.png, blocks.png")
     return blocks
+
+
+def _data(recipe: Recipe) -> PreparedData:
+    prepared = PreparedData(recipe.data.path)
+    prepared.require_length(recipe.data.sequence_length)
+    return prepared
+
+
+def refuse_run(out: Path) -> None:
+    """See that a folder holds no training run, which goes on with the blocks it was begun with.
+
+    Raises:
+        ValueError: it holds checkpoints.
+    """
+    if any((out / "steps").glob("step=*.ckpt")):
+        raise ValueError(
+            f"{out} holds a run that trains with the blocks in {out}/blocks.json: analyse into another output=FOLDER"
+        )
 
 
 def group(recipe: Recipe, similarity: Tensor) -> LayerBlocks:
@@ -121,7 +143,8 @@ def _digest(similarity: Tensor) -> str:
 @exit_status
 def main(arguments: list[str]) -> None:
     recipe = main_recipe(arguments, "pod.analyze")
-    PreparedData(recipe.data.path).verify("train")
+    refuse_run(output_folder(recipe))
+    _data(recipe).verify("train")
     analyze(recipe)
 
 

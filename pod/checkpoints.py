@@ -3,6 +3,7 @@
 One process, or several under DDP, write a file; DeepSpeed writes a directory, to which each process adds its shard.
 """
 
+import os
 import signal
 import sys
 import threading
@@ -15,7 +16,7 @@ import lightning
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, Timer
 from lightning.pytorch.plugins import TorchCheckpointIO
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities import rank_zero_only
 
 from pod.blocks import LayerBlocks
 from pod.files import replacing
@@ -23,6 +24,7 @@ from pod.recipe import Recipe, RecipeError
 from pod.recipe_loading import load_recipe
 from pod.recipe_yaml import one_line
 from pod.strategy import COMPLETE, world_size_of
+from pod.terminal import Stopped
 
 # What a run keeps to its end, and the hyper-parameter of `PodModule` that says what it was. Of the schedule, what is
 # left out here takes effect when a run is resumed: its length, its warm-up, the rate at its end.
@@ -263,39 +265,55 @@ class TimeLimit(Timer):
 
 
 class SaveAtEnd(Callback):
-    """Writes the last checkpoint: where training ends, or when the process is told to end (a preempted job).
+    """Writes the last checkpoint: where training ends, or when the process is told to end (SIGTERM, Ctrl-C).
 
     Lightning's own handler of SIGTERM ends between two micro-batches, which would lose the gradients accumulated so
-    far. It is in place when training starts, and is replaced then. All processes write a checkpoint together, so they
-    agree first: one that was told to end ends all.
+    far, and Ctrl-C is an exception in their midst. They are in place when training starts, and are replaced then. All
+    processes write a checkpoint together, so they agree first: one that was told to end ends all. A second Ctrl-C does
+    not wait for the step, and writes nothing.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.received = False
+        self.received = 0  # the signal's number
+        self._interrupt: Any = None  # what Ctrl-C did before
 
     def on_train_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._note)
+            if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as of a job in the background
+                self._interrupt = signal.signal(signal.SIGINT, self._note)
 
     def _note(self, number: int, frame: object) -> None:
-        self.received = True
+        if number == signal.SIGINT:
+            if self.received == number:
+                raise KeyboardInterrupt
+            if rank_zero_only.rank == 0:  # not by print: the interrupted line may be printing
+                os.write(2, b"\ninterrupt: the step at hand ends and a checkpoint is written; again: stop at once\n")
+        self.received = number
 
     def on_train_batch_end(self, trainer: lightning.Trainer, module: lightning.LightningModule, *batch) -> None:
         if trainer.fit_loop._should_accumulate():
             return
-        if trainer.strategy.reduce_boolean_decision(self.received, all=False):
-            path = self.folder / f"step={trainer.global_step}.ckpt"
-            trainer.save_checkpoint(path)
-            if trainer.is_global_zero:
-                print(f"SIGTERM: wrote {path}; continue with resume=auto", flush=True)
-            raise SIGTERMException
+        if trainer.strategy.reduce_boolean_decision(bool(self.received), all=False):
+            trainer.save_checkpoint(self.folder / f"step={trainer.global_step}.ckpt")
+            raise Stopped(self.received or signal.SIGTERM, trainer.global_step)
 
     def on_train_end(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         path = self.folder / f"step={trainer.global_step}.ckpt"
         if not trainer.strategy.broadcast(trainer.is_global_zero and path.exists() and is_whole(path)):
             trainer.save_checkpoint(path)
 
+    def on_exception(self, trainer: lightning.Trainer, module: lightning.LightningModule, error: BaseException) -> None:
+        if not isinstance(error, KeyboardInterrupt):  # of which Lightning takes no further one
+            self._forget()
+
     def teardown(self, trainer: lightning.Trainer, module: lightning.LightningModule, stage: str) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            if self._interrupt is not None:
+                signal.signal(signal.SIGINT, self._interrupt)
+                self._interrupt = None

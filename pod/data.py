@@ -1,5 +1,6 @@
 """The DataModule: batches of prepared samples in an order that a resumed run goes on with exactly."""
 
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,11 @@ class ResumableLoader(StatefulDataLoader):
         self._begun = False
 
 
+def _outlive_interrupt(worker: int) -> None:
+    """A terminal's Ctrl-C reaches the workers too: the step that ends before the checkpoint still needs them."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 class PodDataModule(LightningDataModule):
     """Reads a prepared directory; its state is part of Lightning's checkpoints, so that a resumed run goes on exactly.
 
@@ -197,12 +203,7 @@ class PodDataModule(LightningDataModule):
 
     def _open(self, path: str | Path) -> PreparedData:
         prepared = PreparedData(path)
-        if prepared.sequence_length != self.sequence_length:
-            raise ValueError(
-                f"sequence_length is {self.sequence_length}, but {path} was prepared with {prepared.sequence_length}: "
-                f"set sequence_length={prepared.sequence_length}, or prepare again with "
-                f"--sequence-length {self.sequence_length}"
-            )
+        prepared.require_length(self.sequence_length)
         return prepared
 
     def setup(self, stage: str | None = None) -> None:
@@ -240,6 +241,7 @@ class PodDataModule(LightningDataModule):
             collate_fn=collate,
             pin_memory=torch.cuda.is_available(),
             drop_last=True,
+            worker_init_fn=_outlive_interrupt,
         )
         loader.in_flight = self._in_flight
         if self._resume is not None:
@@ -269,6 +271,7 @@ class PodDataModule(LightningDataModule):
             num_workers=self.num_workers,
             collate_fn=collate,
             pin_memory=torch.cuda.is_available(),
+            worker_init_fn=_outlive_interrupt,
         )
 
     def _in_flight(self) -> int:

@@ -192,26 +192,35 @@ def tokenizer_of(run: Path, base: str | None) -> PreTrainedTokenizerBase | None:
         return None
 
 
-def measured(run: Path, step: int) -> dict[str, float]:
-    """The run's last validation up to a step, from its log: metric -> value; empty when it never validated."""
+def measured(run: Path, step: int) -> tuple[dict[str, float], int]:
+    """The run's last validation up to a step, from its log.
+
+    Args:
+        run: its folder.
+        step: optimiser steps done.
+
+    Returns:
+        Metric -> value, empty when it never validated; and after how many steps that was.
+    """
     found: dict[str, float] = {}
+    done = 0
     for log in sorted((run / "logs").glob("version_*/metrics.csv"), key=lambda path: int(path.parent.name[8:])):
         with open(log, newline="", encoding="utf-8", errors="replace") as file:
             # What follows the last newline was being written when the disk was full or the process was killed.
             for row in csv.DictReader(line for line in file if line.endswith("\n")):
                 try:
                     values = {key: float(row[key]) for key in row if str(key).startswith("val_") and row[key]}
-                    if values and int(row["step"]) <= step:
-                        found = values
+                    if values and int(row["step"]) < step:  # the log counts steps from 0
+                        found, done = values, int(row["step"]) + 1
                 except (KeyError, TypeError, ValueError) as error:
                     print(f"warning: {log}: a damaged line is left out ({error})", file=sys.stderr)
-    return found
+    return found, done
 
 
 def model_card(
-    model: PreTrainedModel, name: str, base: str | None, step: int, metrics: dict[str, float] | None = None
+    model: PreTrainedModel, name: str, base: str | None, step: int, metrics: dict[str, float], measured_at: int
 ) -> str:
-    """README.md of an export: what it is, how to load it, what was measured, the block map."""
+    """README.md of an export: what it is, how to load it, what was measured after how many steps, the block map."""
     config = model.config
     shares = hasattr(config, "share")
     blocks = config.blocks if shares else LayerBlocks.dense(config.num_hidden_layers, config.num_key_value_heads)
@@ -230,7 +239,9 @@ def model_card(
         sink_size=getattr(config, "sink_size", "-"),
         recent_size=getattr(config, "recent_size", "-"),
         share=getattr(config, "share", "-"),
-        measured="\n".join(f"| {key}, on held-out samples | {value:.4f} |" for key, value in (metrics or {}).items()),
+        measured="\n".join(
+            f"| {key}, on held-out samples at step {measured_at} | {value:.4f} |" for key, value in metrics.items()
+        ),
         block_map="\n".join(
             f"layer {layer:3d}: " + " ".join(f"{anchor:3d}" for anchor in row)
             for layer, row in enumerate(blocks.anchors.tolist())
@@ -275,7 +286,7 @@ def export(ckpt: str | Path, out: str | Path, dtype: str | None = None, force: b
             if tokenizer is not None:
                 tokenizer.save_pretrained(aside)
             step = int(checkpoint["global_step"])
-            card = model_card(model, out.name, base, step, measured(file.parent.parent, step))
+            card = model_card(model, out.name, base, step, *measured(file.parent.parent, step))
             (aside / "README.md").write_text(card, encoding="utf-8")
             write_sums(aside)
         wanted = _logits(model)

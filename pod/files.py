@@ -13,12 +13,15 @@ import os
 import re
 import shutil
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub.errors import HFValidationError, StrictDataclassError
+from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError, safe_open
 
 SUMS = "SHA256SUMS"  # in a model's directory: the checksums of its files, as `sha256sum --check` reads them
@@ -189,14 +192,18 @@ def check_sums(folder: str | os.PathLike[str]) -> None:
 def opening(where: str | os.PathLike[str]) -> Iterator[None]:
     """Say of a model's directory what is wrong with it, whatever transformers and safetensors raise in the block.
 
-    Its files are compared with their checksums first, where it has any.
+    Its files are compared with their checksums first, where it has any. What is no directory here is looked for on the
+    hub, which may take minutes when it cannot be reached: a line says so first.
 
     Args:
         where: the directory, or a hub id.
 
     Raises:
+        FileNotFoundError: there is no such directory, and no hub id is like that.
         ValueError: names the directory, or the file in it.
     """
+    if not Path(where).exists():
+        _announce_hub(str(where))
     check_sums(where)
     try:
         yield
@@ -215,6 +222,15 @@ def opening(where: str | os.PathLike[str]) -> Iterator[None]:
         if "mismatched_sizes" not in str(error):
             raise
         raise ValueError(f"{where}: the weights do not have the shapes that config.json says") from error
+
+
+@cache
+def _announce_hub(where: str) -> None:
+    try:
+        validate_repo_id(where)
+    except HFValidationError:
+        raise FileNotFoundError(f"{where}: no such directory") from None
+    print(f"{where}: no such directory here; looking on the hub", file=sys.stderr, flush=True)
 
 
 def _unreadable(folder: Path) -> Path:

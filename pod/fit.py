@@ -18,6 +18,7 @@ import csv
 import importlib.util
 import netrc
 import os
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -27,12 +28,13 @@ import lightning
 import torch
 from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_only
-from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from pod.analyze import analyze
 from pod.blocks import LayerBlocks
@@ -46,6 +48,7 @@ from pod.recipe import Recipe, accumulate, output_folder, steps, warmup_steps
 from pod.recipe_loading import main_recipe, save
 from pod.stock import first_config
 from pod.strategy import UlyssesDeepSpeedStrategy
+from pod.terminal import Stopped
 from pod.tokenizer import check_vocabulary, load_tokenizer, warn_of_another_tokenizer
 
 
@@ -77,6 +80,37 @@ class MetricsLog(CSVLogger):
         if self._experiment is None:
             self._experiment = MetricsWriter(self.log_dir)
         return self._experiment
+
+
+class StepsBar(TQDMProgressBar):
+    """Lightning's, of the run's optimiser steps: its own compares an epoch's micro-batches with the steps that are
+    left, and has no total in a run that goes on."""
+
+    def init_train_tqdm(self) -> Tqdm:
+        return Tqdm(
+            desc=f"Epoch {self.trainer.current_epoch}",
+            total=self.trainer.max_steps,
+            initial=self.trainer.global_step,
+            unit="step",
+            disable=self.is_disabled,
+            dynamic_ncols=True,
+            file=sys.stdout,
+            smoothing=0,
+            bar_format=self.BAR_FORMAT,
+        )
+
+    def on_train_epoch_start(self, trainer: lightning.Trainer, *_) -> None:
+        self.train_progress_bar.set_description(f"Epoch {trainer.current_epoch}")
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, module: lightning.LightningModule, *batch) -> None:
+        if not trainer.fit_loop._should_accumulate():
+            bar = self.train_progress_bar
+            bar.update(trainer.global_step - bar.n)
+            bar.set_postfix(self.get_metrics(trainer, module))
+
+    def on_exception(self, *_) -> None:
+        for bar in filter(None, (self._val_progress_bar, self._train_progress_bar)):
+            bar.close()  # what is printed next begins a line
 
 
 # Of each kind of device that the recipe may name, those that may be meant, in Lightning's order.
@@ -205,6 +239,7 @@ def fit(recipe: Recipe) -> lightning.Trainer:
 
     Raises:
         ValueError: something that the recipe names does not exist or does not fit; says what.
+        Stopped: a signal told the process to end, and a checkpoint was written.
     """
     check_devices(recipe)
     check_logger(recipe)
@@ -212,7 +247,6 @@ def fit(recipe: Recipe) -> lightning.Trainer:
         first_config(None, recipe.model.config)
     out = output_folder(recipe)
     folder = out / "steps"
-    checkpoint = resume_from(recipe, folder)
     data = PodDataModule(
         recipe.data.path,
         sequence_length=recipe.data.sequence_length,
@@ -223,6 +257,7 @@ def fit(recipe: Recipe) -> lightning.Trainer:
         shuffle=recipe.data.shuffle,
         validation_path=recipe.data.validation_path,
     )
+    checkpoint = resume_from(recipe, folder)
     check_data(recipe, data)
     if rank_zero_only.rank == 0:  # a flipped bit would be trained on; reading all takes a second per gigabyte
         for prepared in filter(None, (data.prepared, data.validation)):
@@ -270,6 +305,7 @@ def fit(recipe: Recipe) -> lightning.Trainer:
         lora_targets=list(recipe.lora.targets),
         bytes_per_token=1.0 if data.prepared.tokenizer == "bytes" else None,
     )
+    save_at_end = SaveAtEnd(folder)
     trainer = lightning.Trainer(
         accelerator=recipe.trainer.accelerator,
         devices=recipe.trainer.devices,
@@ -302,9 +338,9 @@ def fit(recipe: Recipe) -> lightning.Trainer:
             ModelCheckpoint(
                 out / "best", filename="{step}", monitor="val_loss", save_top_k=1, enable_version_counter=False
             ),
-            SaveAtEnd(folder),
+            save_at_end,
             TimeLimit(recipe.trainer.time_limit),
-            TQDMProgressBar(),
+            StepsBar(),
         ],
         default_root_dir=out,
     )
@@ -321,6 +357,8 @@ def fit(recipe: Recipe) -> lightning.Trainer:
             f"{checkpoint} does not fit the model: what is at model.base={recipe.model.base} has changed since, or the "
             f"library has. Put it back, or begin a new run with another output=FOLDER ({reason[:300]})"
         ) from error
+    if save_at_end.received == signal.SIGINT:  # after the last step: the run is done, but not what was to follow it
+        raise KeyboardInterrupt
     return trainer
 
 
@@ -336,8 +374,14 @@ def main(arguments: list[str]) -> int:
         fit(recipe)
     except MisconfigurationException as error:
         raise ValueError(str(error)) from error
-    except SIGTERMException:
-        return 128 + signal.SIGTERM
+    except Stopped as stopped:
+        if rank_zero_only.rank == 0:
+            again = [argument for argument in arguments if not argument.startswith("resume=")]
+            print(f"{stopped}; go on with: python -m pod.fit {shlex.join(again)} resume=auto", flush=True)
+        return stopped.code
+    if rank_zero_only.rank == 0:
+        out = output_folder(recipe)
+        print(f"written: {out}; next: python -m pod.export --ckpt {out} --out exports/{out.name}")
     return 0
 
 

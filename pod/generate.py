@@ -22,6 +22,7 @@ from pod import eviction as methods
 from pod.cache import PodCache
 from pod.evaluation.models import as_pod, asks_apart, load, read_context
 from pod.evaluation.runner import Request, question_tokens
+from pod.evaluation.texts import read_text
 from pod.exit_status import exit_status
 from pod_kernels import Quantization
 
@@ -147,7 +148,7 @@ def main(arguments: list[str]) -> None:
         parser.error("--ckpt and one of --prompt and --prompt-file are required")
     chosen = [None] if options.eviction is None else methods.parse_all(options.eviction)
     quantization = None if options.quantization_bits is None else Quantization(bits=options.quantization_bits)
-    prompt = options.prompt if options.prompt is not None else options.prompt_file.read_text(encoding="utf-8")
+    prompt = options.prompt if options.prompt is not None else read_text(options.prompt_file, "--prompt-file")
     for method in chosen:
         if len(chosen) > 1:
             print(f"\n{method}")

@@ -91,6 +91,18 @@ class PreparedData:
                 f"{index_file} is damaged: a field is missing or of another type ({kind}: {error}); prepare again"
             ) from error
 
+    def require_length(self, sequence_length: int) -> None:
+        """See that samples have so many tokens.
+
+        Raises:
+            ValueError: they have not; says what to set.
+        """
+        if self.sequence_length != sequence_length:
+            raise ValueError(
+                f"sequence_length is {sequence_length}, but {self.path} was prepared with {self.sequence_length}: "
+                f"set sequence_length={self.sequence_length}, or prepare again with --sequence-length {sequence_length}"
+            )
+
     def _read_index(self) -> None:
         self.tokenizer: str = self.index["tokenizer"]
         self.vocab_size: int = self.index["vocab_size"]

@@ -3,8 +3,10 @@
 import csv
 import json
 import math
+import multiprocessing
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -23,16 +25,18 @@ from lightning.pytorch.callbacks import Timer
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, pipeline
 
 import pod
+from pod.analyze import main as analyze_main
 from pod.blocks import LayerBlocks
 from pod.checkpoints import is_whole, last_checkpoint
 from pod.data import PodDataModule
-from pod.export import export, load_checkpoint, rebuild
+from pod.export import export, load_checkpoint, measured, rebuild
 from pod.fit import fit, has_wandb_key, loggers, main
 from pod.module import PodModule
 from pod.prepared import PreparedDataset
 from pod.recipe import RecipeError
 from pod.recipe_loading import load_recipe
 from pod.sample_writer import SampleWriter
+from pod.terminal import NOISE
 
 ROOT = Path(__file__).parent.parent
 CONFIG = {
@@ -440,6 +444,35 @@ def test_truncated_checkpoint_is_named_and_the_one_before_taken(trained, tmp_pat
     assert not is_whole(tmp_path / "step=10.ckpt")
 
 
+def test_analysing_refuses_a_runs_folder_and_data_of_another_length(trained, prepared, tmp_path, capsys):
+    line = [f"recipe={recipe_file(tmp_path, prepared, base=export(trained, tmp_path / 'base'))}"]
+    assert analyze_main([*line, f"output={trained}"]) == 2
+    assert f"{trained} holds a run" in capsys.readouterr().err and not (trained / "blocks.json").exists()
+    assert analyze_main([*line, "data.sequence_length=64", "trainer.tokens_per_batch=512"]) == 2
+    assert "was prepared with 128: set sequence_length=128" in capsys.readouterr().err
+    assert analyze_main(line) == 0
+    assert "attention similarity: 100%" in capsys.readouterr().err
+    assert (tmp_path / "run" / "blocks.json").exists()
+
+
+def test_a_missing_data_path_is_said_before_an_earlier_run(trained, prepared, tmp_path, capsys):
+    line = [f"recipe={recipe_file(tmp_path, prepared)}", f"output={trained}", "data.path=nowhere"]
+    assert main(line) == 2
+    assert "no prepared data at nowhere" in capsys.readouterr().err
+
+
+def test_fit_ends_with_what_is_next(prepared, tmp_path, capsys, caplog, recwarn):
+    (tmp_path / "run" / "best").mkdir(parents=True)
+    (tmp_path / "run" / "best" / "note.txt").write_text("not empty")
+    keys = ["trainer.max_steps=1", "trainer.validate_every=1", "trainer.validation_batches=1"]
+    assert main([f"recipe={recipe_file(tmp_path, prepared)}", *keys]) == 0
+    run = tmp_path / "run"
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == f"written: {run}; next: python -m pod.export --ckpt {run} --out exports/run"
+    assert not [one for one in recwarn for noise in NOISE if re.match(noise, str(one.message))]
+    assert not re.search("litlogger|limit_val_batches|weights_only", caplog.text) and "max_steps=1" in caplog.text
+
+
 def test_torchs_initialization_has_embeddings_of_unit_variance():
     torch.manual_seed(0)
     module = PodModule(model_config=CONFIG | {"tie_word_embeddings": False}, initialization="torch")
@@ -490,14 +523,90 @@ def test_sigterm_writes_a_checkpoint_from_which_the_run_continues(trained, prepa
         time.sleep(0.02)
     process.terminate()
     out, _ = process.communicate(timeout=120)
-    assert "SIGTERM: wrote" in out and process.returncode == 128 + signal.SIGTERM
+    assert process.returncode == 128 + signal.SIGTERM
     written = last_checkpoint(run / "steps")
     assert written is not None and written.stem != "step=10"
+    step = written.stem.removeprefix("step=")
+    assert out.splitlines()[-1].startswith(f"stopped at step {step}; go on with: python -m pod.fit recipe=")
     done = subprocess.run([*command, "resume=auto"], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     ours, theirs = (load_checkpoint(folder)[0]["state_dict"] for folder in (run, trained))
     for name in theirs:
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-7)
+
+
+@pytest.fixture
+def ctrl_c(monkeypatch):
+    """A function after which the named calls of a training step, counted from 1, are each interrupted by Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # tests may run where it is ignored
+
+    def at(*numbers):
+        calls, step = [], PodModule.training_step
+
+        def training_step(module, *batch):
+            calls.append(None)
+            if len(calls) in numbers:
+                signal.raise_signal(signal.SIGINT)
+            return step(module, *batch)
+
+        monkeypatch.setattr(PodModule, "training_step", training_step)
+
+    yield at
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_ends_the_step_and_writes_a_checkpoint(trained, prepared, tmp_path, capfd, ctrl_c):
+    line = [f"recipe={recipe_file(tmp_path, prepared)}", "trainer.checkpoint_every=1000"]
+    ctrl_c(5)  # in the midst of the third step of 2 micro-batches
+    assert main([*line, "resume=never"]) == 130
+    printed = capfd.readouterr()
+    again = shlex.join(line)
+    assert printed.out.splitlines()[-1] == f"stopped at step 3; go on with: python -m pod.fit {again} resume=auto"
+    assert "a checkpoint is written" in printed.err and "Traceback" not in printed.err
+    assert [path.name for path in (tmp_path / "run" / "steps").iterdir()] == ["step=3.ckpt"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert main([*line, "resume=auto"]) == 0
+    bar = re.split("[\r\n]", capfd.readouterr().out)
+    assert [shown for shown in bar if "Epoch 0" in shown][0].startswith("Epoch 0:  30%")
+    assert any(re.match(r"Epoch 0: 100%.* 10/10 ", shown) for shown in bar)
+    assert not any("Epoch 0" in shown and "/?" in shown for shown in bar)
+    ours, theirs = (load_checkpoint(folder)[0]["state_dict"] for folder in (tmp_path / "run", trained))
+    for name in theirs:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-7)
+
+
+def test_readers_outlive_the_terminals_ctrl_c(prepared, ctrl_c):
+    """It reaches every process of the terminal, and the step at hand wants more samples."""
+    data = PodDataModule(prepared, sequence_length=128, micro_batch_size=4, num_workers=1)
+    for loader, count in ((data.train_dataloader(), 100), (data.val_dataloader(), 4)):
+        batches = iter(loader)
+        read = [next(batches)]
+        (reader,) = multiprocessing.active_children()
+        os.kill(reader.pid, signal.SIGINT)
+        assert len(read + list(batches)) == count
+
+
+def test_a_second_ctrl_c_stops_at_once(prepared, tmp_path, capfd, ctrl_c):
+    ctrl_c(5, 6)
+    line = [f"recipe={recipe_file(tmp_path, prepared)}", "trainer.checkpoint_every=1000"]
+    assert main(line) == 130
+    assert capfd.readouterr().err.splitlines()[-1] == "interrupted"
+    assert not list((tmp_path / "run").glob("steps/*"))
+
+
+def test_ctrl_c_after_the_last_step_ends_what_follows_a_run(prepared, tmp_path, ctrl_c, monkeypatch):
+    ctrl_c()
+    validation = PodModule.on_validation_epoch_end
+
+    def interrupted(module):
+        signal.raise_signal(signal.SIGINT)
+        validation(module)
+
+    monkeypatch.setattr(PodModule, "on_validation_epoch_end", interrupted)
+    keys = ["trainer.max_steps=1", "trainer.validate_every=1"]
+    with pytest.raises(KeyboardInterrupt):
+        fit(load_recipe([f"recipe={recipe_file(tmp_path, prepared)}", *keys]))
+    assert last_checkpoint(tmp_path / "run" / "steps").name == "step=1.ckpt"
 
 
 def test_export_gives_the_trained_logits_and_fit_adapts_from_it(trained, prepared, tmp_path):
@@ -587,6 +696,21 @@ def test_adapters_are_resumed_and_exported(trained, prepared, tmp_path, capsys):
         found = merged(ids, use_cache=False).logits
         torch.testing.assert_close(found, module.model.eval()(ids, use_cache=False).logits, rtol=1e-4, atol=1e-5)
         assert not torch.equal(found, pod.convert(base, merged.config.blocks, 2, 14)(ids, use_cache=False).logits)
+
+
+@pytest.mark.parametrize(("step", "at"), [(10, 10), (8, 5)])
+def test_the_card_says_when_its_numbers_were_measured(trained, tmp_path, step, at):
+    card = (export(trained / "steps" / f"step={step}.ckpt", tmp_path / "out") / "README.md").read_text()
+    assert f"| training step | {step} |" in card
+    (log,) = trained.glob("logs/version_*/metrics.csv")
+    (loss,) = (
+        float(row["val_loss"]) for row in csv.DictReader(log.open()) if row["val_loss"] and row["step"] == str(at - 1)
+    )
+    assert f"| val_loss, on held-out samples at step {at} | {loss:.4f} |" in card
+
+
+def test_nothing_is_measured_before_the_first_validation(trained):
+    assert measured(trained, 4) == ({}, 0) and measured(trained, 5)[1] == 5
 
 
 def test_the_rope_base_of_a_model_from_scratch(few, tmp_path):

@@ -28,6 +28,16 @@ def numbers(text: str) -> list[int]:
         ) from None
 
 
+class _Numbers(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: list, option_string: str | None = None):
+        setattr(namespace, self.dest, [number for part in values for number in part])
+
+
+def add_numbers(parser: argparse.ArgumentParser, option: str, default: list[int] | None, help: str) -> None:
+    """Give a parser an option of one or more whole numbers, written `256,512` or `256 512`: a list of them."""
+    parser.add_argument(option, action=_Numbers, nargs="+", type=numbers, metavar="N", default=default, help=help)
+
+
 class _Methods(argparse.Action):
     """`list` prints the methods and ends, whatever other options are missing; other texts are parsed."""
 

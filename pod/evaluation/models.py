@@ -31,21 +31,32 @@ def load(ckpt: str, device: str | None = None, dtype: str = "auto") -> tuple[Pre
         ValueError: nothing can be loaded from there, a file of it is damaged, or it is a training run that was not
             exported.
     """
-    path = Path(ckpt)
-    if (path / "steps").is_dir() and not (path / "config.json").is_file():
-        raise ValueError(
-            f"--ckpt {ckpt} is a training run: export it first (python -m pod.export --ckpt {ckpt} --out DIR)"
-        )
+    require_model(ckpt)
     try:
         with opening(ckpt):
             model = AutoModelForCausalLM.from_pretrained(ckpt, dtype=dtype)
             tokenizer = AutoTokenizer.from_pretrained(ckpt)
     except (OSError, ValueError) as error:
-        raise ValueError(f"--ckpt {ckpt}: no model and tokenizer can be loaded from there ({error})") from error
+        where = "from there" if Path(ckpt).exists() else "from the hub, and it is no directory here"
+        reason = " ".join(str(error).split())
+        raise ValueError(f"--ckpt {ckpt}: no model and tokenizer can be loaded {where} ({reason})") from error
     if device is None:
         count = torch.cuda.device_count()
         device = f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % count}" if count else "cpu"
     return model.to(device).eval(), tokenizer
+
+
+def require_model(ckpt: str) -> None:
+    """See that a checkpoint is not a training run.
+
+    Raises:
+        ValueError: it is one; says how to export it.
+    """
+    path = Path(ckpt)
+    if (path / "steps").is_dir() and not (path / "config.json").is_file():
+        raise ValueError(
+            f"--ckpt {ckpt} is a training run: export it first (python -m pod.export --ckpt {ckpt} --out DIR)"
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,6 +8,8 @@ from scripts import save, script, tiny_llama
 from transformers import LlamaForCausalLM
 
 import pod
+from pod.recipe_loading import load_recipe
+from pod.recipe_loading import save as save_recipe
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +73,23 @@ def test_the_whole_demo(demo, base, tmp_path, monkeypatch):
     trained = sorted(path.stat().st_mtime_ns for path in out.rglob("steps/*.ckpt"))
     assert demo.main(overrides) == 0
     assert trained == sorted(path.stat().st_mtime_ns for path in out.rglob("steps/*.ckpt"))
+
+
+def test_a_demo_of_other_settings_is_not_gone_on_with(demo, base, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(demo, "fit", lambda recipe: pytest.fail("it trains"))
+    line = [f"model.base={base}", f"data.path={tmp_path / 'data' / '64'}", "data.sequence_length=128"]
+    line += ["model.recent_size=20", "trainer.tokens_per_batch=512", f"output={tmp_path / 'tiny'}"]
+    whole = load_recipe(["recipe=tiny", "resume=auto", *line, "trainer.max_steps=20"])
+    save_recipe(load_recipe(["recipe=tiny", *line, "trainer.max_steps=3"]), tmp_path / "tiny" / "recipe.yaml")
+    assert demo.main([*line, "trainer.max_steps=20"]) == 2
+    assert "other settings (trainer.max_steps=3, now 20): remove it" in capsys.readouterr().err
+    save_recipe(whole, tmp_path / "tiny" / "recipe.yaml")
+    demo.refuse_other(whole)
+    monkeypatch.setattr(demo, "TEXTS", 2)
+    demo.write_data(load_recipe(["recipe=tiny", *line, "trainer.max_steps=3"]))
+    assert "warning" not in capsys.readouterr().err
+    demo.write_data(whole)
+    assert "has 64 training samples and the run takes 80" in capsys.readouterr().err
 
 
 def test_the_demo_refuses_clearly(demo, capsys):

@@ -1,0 +1,87 @@
+"""What the commands have in common on a terminal: which warnings are left out, how they end when interrupted."""
+
+import logging
+import re
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+
+INTERRUPTED = 128 + signal.SIGINT  # the exit status that shells give to a command that Ctrl-C ended
+
+# What the libraries below say of themselves, of what is meant, or for their own sake: nobody who runs a command can
+# mend it, or need.
+NOISE = (
+    r"'set_vital' is deprecated, please do not call",
+    r"`isinstance\(treespec, LeafSpec\)` is deprecated, use ",
+    r"`weights_only` was not set, defaulting to `False`\.",
+    r"\W*Tip: For seamless cloud logging and experiment tracking, try installing \[litlogger\]",
+    r"`Trainer\(limit_val_batches=1\)` was configured so 1 batch will be used\.",
+    r"Checkpoint directory .+ exists and is not empty\.",
+    r"Found \d+ module\(s\) in eval mode at the start of training\.",
+    # DeepSpeed is imported with the first model that transformers saves, where it is installed.
+    r"Setting accelerator to CPU\. If you have GPU or other accelerator, we were unable to detect it\.",
+)
+LOGGERS = (
+    "lightning.pytorch.utilities.rank_zero",
+    "lightning.pytorch.trainer.connectors.checkpoint_connector",
+    "DeepSpeed",
+)
+
+
+class Stopped(SystemExit):
+    """Training was told to end by a signal, and has written a checkpoint.
+
+    Args:
+        number: of the signal; the exit status is 128 more.
+        step: optimiser steps done.
+    """
+
+    def __init__(self, number: int, step: int) -> None:
+        super().__init__(128 + number)
+        self.step = step
+
+    def __str__(self) -> str:
+        return f"stopped at step {self.step}"
+
+
+def _is_no_noise(record: logging.LogRecord) -> bool:
+    return not any(re.match(noise, record.getMessage()) for noise in NOISE)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without NOISE in the block, neither as warnings nor as lines of a log."""
+    loggers = [logging.getLogger(name) for name in LOGGERS]
+    with warnings.catch_warnings():
+        for noise in NOISE:
+            warnings.filterwarnings("ignore", message=noise)
+        for logger in loggers:
+            logger.addFilter(_is_no_noise)
+        try:
+            yield
+        finally:
+            for logger in loggers:
+                logger.removeFilter(_is_no_noise)
+
+
+def as_command(main: Callable[..., int]) -> Callable[..., int]:
+    """A command's `main`, `quiet`, which Ctrl-C ends with one line and status 130, in the place of a traceback."""
+
+    @wraps(main)
+    def run(*arguments: list[str] | None) -> int:
+        try:
+            with quiet():
+                return main(*arguments)
+        except KeyboardInterrupt:
+            pass
+        except SystemExit as exit:
+            # Lightning catches the interrupt and exits with 1.
+            if not isinstance(exit.__context__, KeyboardInterrupt):
+                raise
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+    return run

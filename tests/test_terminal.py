@@ -1,0 +1,121 @@
+"""What the commands have in common on a terminal."""
+
+import argparse
+import logging
+import signal
+import warnings
+
+import pytest
+from scripts import script
+
+from pod import generate
+from pod.evaluation import command
+from pod.evaluation.models import load
+from pod.stock import first_config
+from pod.terminal import Stopped, as_command
+
+
+def interrupted(*arguments, **options):
+    raise KeyboardInterrupt
+
+
+def lightnings_exit(*arguments):
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        raise SystemExit(1)  # noqa: B904
+
+
+@pytest.mark.parametrize("main", [interrupted, lightnings_exit])
+@pytest.mark.parametrize("wrapper", [as_command, command.exit_status])
+def test_an_interrupt_is_one_line(main, wrapper, capsys):
+    assert wrapper(main)([]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_another_exit_is_left_alone():
+    def leave(arguments):
+        raise SystemExit(3)
+
+    with pytest.raises(SystemExit) as ended:
+        as_command(leave)([])
+    assert ended.value.code == 3
+    assert as_command(lambda arguments: 4)([]) == 4
+
+
+def test_a_script_whose_training_was_stopped_says_how_to_go_on(capsys):
+    def stop(arguments):
+        raise Stopped(signal.SIGTERM, 9)
+
+    assert command.exit_status(stop)([]) == 128 + signal.SIGTERM
+    assert capsys.readouterr().out.startswith("stopped at step 9; go on with: python ")
+
+
+def test_noise_is_left_out_of_commands_alone(capsys, recwarn):
+    log = logging.getLogger("DeepSpeed")
+    lines = []
+    log.addHandler(handler := logging.Handler())
+    handler.emit = lambda record: lines.append(record.getMessage())
+    noise = "Setting accelerator to CPU. If you have GPU or other accelerator, we were unable to detect it."
+
+    def main(arguments):
+        log.warning(noise)
+        log.warning("the optimizer was changed")
+        warnings.warn("Checkpoint directory /x/steps exists and is not empty.", stacklevel=1)
+        warnings.warn("the loss is not finite", stacklevel=1)
+        return 0
+
+    as_command(main)([])
+    assert lines == ["the optimizer was changed"]
+    assert [str(one.message) for one in recwarn] == ["the loss is not finite"]
+    lines.clear()
+    main([])
+    log.removeHandler(handler)
+    assert len(lines) == 2 and len(recwarn) == 3
+
+
+def test_what_is_no_directory_is_said_to_be_looked_for_on_the_hub(capsys):
+    for _ in range(2):  # said once
+        with pytest.raises(ValueError, match="exports/not-there.* from the hub, and it is no directory here"):
+            load("exports/not-there")
+    assert capsys.readouterr().err == "exports/not-there: no such directory here; looking on the hub\n"
+    with pytest.raises(ValueError, match="no model at 'models/not-there': it is no directory or hub model"):
+        first_config("models/not-there", None)
+    assert "models/not-there: no such directory here; looking on the hub" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="/not/there/at/all: no such directory"):
+        load("/not/there/at/all")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_prompt_file_that_is_not_there_is_said_in_words(tmp_path, capsys):
+    assert generate.main(["--ckpt", "x", "--prompt-file", str(tmp_path / "nowhere.txt")]) == 2
+    assert f"--prompt-file {tmp_path / 'nowhere.txt'}: there is no such file" in capsys.readouterr().err
+
+
+def test_a_training_run_is_named_before_other_options_are_judged(tmp_path, capsys):
+    (tmp_path / "run" / "steps").mkdir(parents=True)
+    line = ["--ckpt", str(tmp_path / "run"), "--depths", "1", "--out", str(tmp_path / "out")]
+    assert script("eval/passkey.py").main(line) == 2
+    assert "is a training run: export it first" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", [["256,512"], ["256", "512"], ["256,512", "1024"]])
+def test_numbers_are_taken_with_commas_and_with_spaces(given):
+    parser = argparse.ArgumentParser()
+    command.add_numbers(parser, "--lengths", [1], "tokens")
+    assert parser.parse_args([]).lengths == [1]
+    found = parser.parse_args(["--lengths", *given]).lengths
+    assert found == [int(part) for part in ",".join(given).split(",")]
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--lengths", "256,x"])
+
+
+def test_preparing_is_interrupted_in_one_line(tmp_path, capsys, monkeypatch):
+    prepare, corpus = script("data/prepare.py"), script("data/demo_corpus.py")
+    monkeypatch.setattr(prepare, "prepare", interrupted)
+    monkeypatch.setattr(corpus, "write_corpus", interrupted)
+    out = ["--out", str(tmp_path / "out")]
+    source = ["--source", str(tmp_path), "--tokenizer", "bytes", "--sequence-length", "8"]
+    assert prepare.main([*out, *source]) == 130
+    assert corpus.main([*out, "--samples", "1", "--validation-samples", "1"]) == 130
+    assert capsys.readouterr().err == "interrupted\n" * 2
