@@ -202,8 +202,7 @@ def opening(where: str | os.PathLike[str]) -> Iterator[None]:
         FileNotFoundError: there is no such directory, and no hub id is like that.
         ValueError: names the directory, or the file in it.
     """
-    if not Path(where).exists():
-        _announce_hub(str(where))
+    announce_hub(where)
     check_sums(where)
     try:
         yield
@@ -224,8 +223,18 @@ def opening(where: str | os.PathLike[str]) -> Iterator[None]:
         raise ValueError(f"{where}: the weights do not have the shapes that config.json says") from error
 
 
+def announce_hub(where: str | os.PathLike[str]) -> None:
+    """Say on stderr, once, that what is no directory here will be looked for on the hub.
+
+    Raises:
+        FileNotFoundError: no hub id is like that.
+    """
+    if not Path(where).exists():
+        _announce(str(where))
+
+
 @cache
-def _announce_hub(where: str) -> None:
+def _announce(where: str) -> None:
     try:
         validate_repo_id(where)
     except HFValidationError:

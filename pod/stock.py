@@ -45,7 +45,8 @@ def first_config(
                 config = AutoConfig.from_pretrained(base)
         except OSError as error:
             kind = "directory" if Path(base).exists() else "directory or hub model"
-            raise ValueError(f"no model at {base!r}: it is no {kind} with a config.json ({error})") from error
+            reason = " ".join(str(error).split())
+            raise ValueError(f"no model at {base!r}: it is no {kind} with a config.json ({reason})") from error
     if rope_theta is not None:
         config.rope_parameters = {**config.rope_parameters, "rope_theta": float(rope_theta)}
     return config

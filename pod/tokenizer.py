@@ -4,6 +4,7 @@ import sys
 
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase
 
+from pod.files import announce_hub
 from pod.prepared import PreparedData
 
 
@@ -16,6 +17,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     if name == "bytes":
         return ByT5Tokenizer(extra_ids=0)
     try:
+        announce_hub(name)
         return AutoTokenizer.from_pretrained(name)
     except Exception as error:  # what tokenizers raises for a damaged file is a bare Exception
         raise ValueError(f"no tokenizer can be loaded from {name!r}: {' '.join(str(error).split())}") from error

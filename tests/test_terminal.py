@@ -13,6 +13,7 @@ from pod.evaluation import command
 from pod.evaluation.models import load
 from pod.stock import first_config
 from pod.terminal import Stopped, as_command
+from pod.tokenizer import load_tokenizer
 
 
 def interrupted(*arguments, **options):
@@ -79,6 +80,9 @@ def test_what_is_no_directory_is_said_to_be_looked_for_on_the_hub(capsys):
         with pytest.raises(ValueError, match="exports/not-there.* from the hub, and it is no directory here"):
             load("exports/not-there")
     assert capsys.readouterr().err == "exports/not-there: no such directory here; looking on the hub\n"
+    with pytest.raises(ValueError, match="no tokenizer can be loaded from 'words/not-there'"):
+        load_tokenizer("words/not-there")
+    assert capsys.readouterr().err == "words/not-there: no such directory here; looking on the hub\n"
     with pytest.raises(ValueError, match="no model at 'models/not-there': it is no directory or hub model"):
         first_config("models/not-there", None)
     assert "models/not-there: no such directory here; looking on the hub" in capsys.readouterr().err
