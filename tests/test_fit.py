@@ -579,9 +579,10 @@ def test_readers_outlive_the_terminals_ctrl_c(prepared, ctrl_c):
     """It reaches every process of the terminal, and the step at hand wants more samples."""
     data = PodDataModule(prepared, sequence_length=128, micro_batch_size=4, num_workers=1)
     for loader, count in ((data.train_dataloader(), 100), (data.val_dataloader(), 4)):
+        others = set(multiprocessing.active_children())  # of other tests' loaders
         batches = iter(loader)
         read = [next(batches)]
-        (reader,) = multiprocessing.active_children()
+        (reader,) = set(multiprocessing.active_children()) - others
         os.kill(reader.pid, signal.SIGINT)
         assert len(read + list(batches)) == count
 
