@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from transformers.configuration_utils import PreTrainedConfig
 
+from pod_kernels import shared_score_attention
 from pod_kernels.cached import Masks
 
 
@@ -35,6 +37,29 @@ class Step:
     in_prefill: bool
     masks: Masks = field(default_factory=dict)
     read: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+
+    def attend_prompt(
+        self,
+        config: PreTrainedConfig,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_distant: Tensor | None,
+        k_distant: Tensor | None,
+        scale: float,
+    ) -> Tensor:
+        """Attention of the first forward's tokens among themselves, which no storage changes: as `PodCache.attend`."""
+        return shared_score_attention(
+            q,
+            k,
+            v,
+            q_distant,
+            k_distant,
+            sink_size=config.sink_size,
+            recent_size=config.recent_size,
+            scale=scale,
+            lengths=None if self.even else (self.positions >= 0).sum(dim=1),
+        )
 
 
 @dataclass

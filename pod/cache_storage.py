@@ -31,7 +31,6 @@ from pod_kernels import (
     cached_attention,
     paged_attention,
     refresh_pages,
-    shared_score_attention,
 )
 from pod_kernels.backend import runs_triton
 
@@ -180,17 +179,7 @@ class KeepingStorage:
         # Several queries of a filled cache still need ring entries that their own keys will push out.
         new_keys = self.write(layer, k, v, near=q.shape[2] == 1 or step.is_first)
         if step.is_first:
-            out = shared_score_attention(
-                q,
-                k,
-                v,
-                q_distant,
-                k_distant,
-                sink_size=self.config.sink_size,
-                recent_size=self.config.recent_size,
-                scale=scale,
-                lengths=None if step.even else (step.positions >= 0).sum(dim=1),
-            )
+            out = step.attend_prompt(self.config, q, k, v, q_distant, k_distant, scale)
         elif self.shares_kv:
             out = self._attend_anchors(layer, q.detach(), scale)
         else:

@@ -20,7 +20,7 @@ from pod.eviction.decision import Decision
 from pod.eviction.headroom import Headroom
 from pod.eviction.near import Layer
 from pod.eviction.units import Unit, Units
-from pod_kernels import Quantization, packed_attention, shared_score_attention
+from pod_kernels import Quantization, packed_attention
 from pod_kernels.repacking import Chosen
 
 FLAGS = ("is_frozen", "is_settled", "decoded", "added")
@@ -165,17 +165,7 @@ class EvictingStorage:
                 if self.acts and anchors:
                     self.decision.look(layer, seen)
             if step.is_first:
-                out = shared_score_attention(
-                    q,
-                    k,
-                    v,
-                    q_distant,
-                    k_distant,
-                    sink_size=self.config.sink_size,
-                    recent_size=self.config.recent_size,
-                    scale=scale,
-                    lengths=None if step.even else (step.positions >= 0).sum(dim=1),
-                )
+                out = step.attend_prompt(self.config, q, k, v, q_distant, k_distant, scale)
             else:
                 out = self._attend_slots(layer, q.detach(), q_distant, scale)
             if self.is_direct:
