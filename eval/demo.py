@@ -28,10 +28,11 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 import pod
-from pod.evaluation import command, models, report
+from pod.evaluation import models, report
 from pod.evaluation.passkey import DIGITS, PassKey, generate_greedily, passkey_accuracy, passkey_prompts
 from pod.evaluation.perplexity import decoder_states, perplexity
 from pod.evaluation.texts import prepared
+from pod.exit_status import exit_status
 from pod.export import export
 from pod.fit import fit
 from pod.prepared import PreparedData
@@ -302,7 +303,7 @@ def run(overrides: list[str]) -> Path:
     return out / "report.md"
 
 
-@command.exit_status
+@exit_status
 def main(arguments: list[str]) -> None:
     if arguments in (["-h"], ["--help"]):
         print(__doc__)

@@ -27,10 +27,11 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 import pod
-from pod.evaluation import command, models, report
+from pod.evaluation import models, report
 from pod.evaluation.passkey import generate_greedily, passkey_accuracy
 from pod.evaluation.perplexity import perplexity
 from pod.evaluation.texts import prepared
+from pod.exit_status import exit_status
 from pod.export import export
 from pod.files import read_json
 from pod.fit import fit
@@ -293,7 +294,7 @@ def run(
     return out
 
 
-@command.exit_status
+@exit_status
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python eval/figure4.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -21,6 +21,7 @@ from pod.evaluation import command, models, report
 from pod.evaluation.passkey import generate_greedily, passkey_accuracy, passkey_prompts
 from pod.evaluation.perplexity import perplexity
 from pod.evaluation.texts import prepared
+from pod.exit_status import exit_status
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))
 from demo_corpus import held_out_text  # noqa: E402
@@ -68,7 +69,7 @@ def evaluate(options: argparse.Namespace) -> dict[str, dict]:
     return found
 
 
-@command.exit_status
+@exit_status
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", required=True, help="the dense model: a directory or hub id")

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from pod.evaluation import command, longbench, metrics, models, report, runner
+from pod.exit_status import exit_status
 
 
 def run(options: argparse.Namespace) -> None:
@@ -108,7 +109,7 @@ def _check_segmentation(tasks: list[str]) -> None:
         metrics.jieba_segment()
 
 
-@command.exit_status
+@exit_status
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python eval/longbench.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -25,6 +25,7 @@ import pod
 from pod import eviction as methods
 from pod.evaluation import command, report
 from pod.evaluation.memory import Inference, even_blocks, measured_batch
+from pod.exit_status import exit_status
 from pod.families import FAMILIES, pod_config
 from pod.files import check_writable, read_json
 from pod.plan import GPUS
@@ -257,7 +258,7 @@ def draw(result: dict, path: Path) -> None:
     report.save_figure(figure, path, dpi=120)
 
 
-@command.exit_status
+@exit_status
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python eval/memory.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from pod.evaluation import command, models, report, runner
 from pod.evaluation.texts import read_text
+from pod.exit_status import exit_status
 
 NEEDLE = "\nThe best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day.\n"
 KEY_WORDS = ("eat", "sandwich", "sit", "dolores", "park", "sunny", "day")
@@ -154,7 +155,7 @@ def write_scores(rows: list[dict], lengths: list[int], depths: list[float], out:
     return average
 
 
-@command.exit_status
+@exit_status
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python eval/needle.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -29,6 +29,7 @@ from pod.evaluation.haystack import ADJECTIVES, NOUNS
 from pod.evaluation.models import by_row, label_of
 from pod.evaluation.passkey import PHRASES, generate_greedily, passkey_accuracy, passkey_prompts
 from pod.evaluation.texts import read_text
+from pod.exit_status import exit_status
 from pod.files import check_writable
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))
@@ -126,7 +127,7 @@ def draw(result: dict, path: Path) -> None:
     report.save_figure(figure, path, dpi=150)
 
 
-@command.exit_status
+@exit_status
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ckpt", nargs="+", required=True, help="exported models (directories or hub ids)")

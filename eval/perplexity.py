@@ -27,6 +27,7 @@ from pod.evaluation import command, models, report
 from pod.evaluation.models import by_row, label_of
 from pod.evaluation.perplexity import Perplexity, check_streamed, perplexity
 from pod.evaluation.texts import prepared, read_text, stretches, token_ids
+from pod.exit_status import exit_status
 from pod.files import check_writable
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))
@@ -119,7 +120,7 @@ def draw(results: dict[str, dict[str, Perplexity]], path: Path) -> None:
     report.save_figure(figure, path, dpi=150)
 
 
-@command.exit_status
+@exit_status
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ckpt", nargs="+", required=True, help="exported models (directories or hub ids)")

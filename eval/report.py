@@ -19,6 +19,7 @@ from typing import Any
 from pod import eviction as methods
 from pod.evaluation import command, report
 from pod.evaluation.longbench import CATEGORIES
+from pod.exit_status import exit_status
 from pod.files import check_writable, read_json
 
 SCORES = (*CATEGORIES, "PoD average")
@@ -221,7 +222,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     report.save_figure(figure, path, dpi=150)
 
 
-@command.exit_status
+@exit_status
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python eval/report.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -22,6 +22,7 @@ from pod.evaluation import command, models, passkey, questions, report, ruler, r
 from pod.evaluation.haystack import Haystack
 from pod.evaluation.ruler_tasks import TASKS
 from pod.evaluation.texts import read_text
+from pod.exit_status import exit_status
 
 
 def run(options: argparse.Namespace) -> None:
@@ -153,7 +154,7 @@ def write_scores(scores: dict[str, dict[int, float]], options: argparse.Namespac
     print(f"written: {out}/scores.json, scores.md, scores.png")
 
 
-@command.exit_status
+@exit_status
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python eval/ruler.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

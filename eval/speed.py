@@ -39,6 +39,7 @@ import pod
 from pod.evaluation import command, report, timing
 from pod.evaluation.filled_cache import attend, fill, new_cache, received, write
 from pod.evaluation.timing import BYTES, OPERATIONS, SCALE, Measured, Works, by, interleaved, rotated, runnable
+from pod.exit_status import exit_status
 from pod.files import check_writable
 from pod_kernels import shared_score_attention
 
@@ -446,7 +447,7 @@ def run_suite(suite: str, lengths: list[int], setting: Setting, path: Path) -> d
     return facts
 
 
-@command.exit_status
+@exit_status
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", choices=[*SUITES, "all"], required=True)

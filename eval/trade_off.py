@@ -30,6 +30,7 @@ from pod.evaluation.models import label_of
 from pod.evaluation.passkey import PHRASES, generate_greedily, passkey_accuracy, passkey_prompts
 from pod.evaluation.perplexity import check_streamed, perplexity
 from pod.evaluation.texts import read_text, stretches, token_ids
+from pod.exit_status import exit_status
 from pod.files import check_writable, read_json
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))
@@ -238,7 +239,7 @@ def draw(rows: list[dict], path: Path) -> None:
     report.save_figure(figure, path, dpi=150, bbox_inches="tight")
 
 
-@command.exit_status
+@exit_status
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ckpt", nargs="+", required=True, help="models, the one to compare with first: DENSE POD")

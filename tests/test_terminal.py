@@ -11,6 +11,7 @@ from scripts import script
 from pod import generate
 from pod.evaluation import command
 from pod.evaluation.models import load
+from pod.exit_status import exit_status
 from pod.stock import first_config
 from pod.terminal import Stopped, as_command
 from pod.tokenizer import load_tokenizer
@@ -28,7 +29,7 @@ def lightnings_exit(*arguments):
 
 
 @pytest.mark.parametrize("main", [interrupted, lightnings_exit])
-@pytest.mark.parametrize("wrapper", [as_command, command.exit_status])
+@pytest.mark.parametrize("wrapper", [as_command, exit_status])
 def test_an_interrupt_is_one_line(main, wrapper, capsys):
     assert wrapper(main)([]) == 130
     assert capsys.readouterr().err == "interrupted\n"
@@ -48,7 +49,7 @@ def test_a_script_whose_training_was_stopped_says_how_to_go_on(capsys):
     def stop(arguments):
         raise Stopped(signal.SIGTERM, 9)
 
-    assert command.exit_status(stop)([]) == 128 + signal.SIGTERM
+    assert exit_status(stop)([]) == 128 + signal.SIGTERM
     assert capsys.readouterr().out.startswith("stopped at step 9; go on with: python ")
 
 

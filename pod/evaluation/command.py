@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from pod import eviction
-from pod.exit_status import exit_status as exit_status  # of every script
 
 
 def default_folder(script: str) -> Path:
