@@ -21,6 +21,7 @@ import lightning
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.callbacks import Timer
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, pipeline
 
@@ -389,8 +390,9 @@ def test_ordinary_mistakes_end_with_one_line(prepared, tmp_path, overrides, mess
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there(prepared, tmp_path, capsys):
+def test_a_gpu_that_is_not_there(prepared, tmp_path, capsys, monkeypatch):
+    for accelerator in (CUDAAccelerator, MPSAccelerator):
+        monkeypatch.setattr(accelerator, "is_available", lambda: False)
     assert main([f"recipe={recipe_file(tmp_path, prepared)}", "trainer.accelerator=gpu"]) == 2
     assert "error: trainer.accelerator=gpu: torch finds no such device" in capsys.readouterr().err
 
