@@ -109,7 +109,7 @@ def _backward(
     return grads
 
 
-def _columns(inputs: Inputs, rows: Tensor, start: int, stop: int) -> Inputs:
+def _columns(inputs: Inputs, rows: slice | Tensor, start: int, stop: int) -> Inputs:
     return tuple(None if tensor is None else tensor[rows, :, start:stop] for tensor in inputs)
 
 
