@@ -8,7 +8,7 @@ import os
 
 import pytest
 import torch
-from pretended_gpu import WAITS, Graph
+from pretended_gpu import CALLED, WAITS, Graph
 from test_model import left_padded, tiny_model
 
 import pod
@@ -147,13 +147,17 @@ def attended(device: str, dtype: torch.dtype, placement: dict, backend: str) -> 
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_composed_attention(dtype, placement):
-    """In bfloat16 through torch's flash attention for CUDA: its arguments, and its window."""
+@pytest.mark.parametrize("dtype, flash", [(torch.float32, ""), (torch.bfloat16, ""), (torch.bfloat16, "cuDNN")])
+def test_composed_attention(dtype, flash, placement, monkeypatch):
+    """In bfloat16 through torch's operations for CUDA: their arguments, and the window of flash attention."""
+    monkeypatch.setenv("POD_FLASH_IMPLEMENTATION", flash)
+    CALLED.clear()
     expected = attended("cpu", torch.float32, PLACEMENTS[placement], "reference")
     found = attended("cuda", dtype, PLACEMENTS[placement], "composed")
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5 if dtype == torch.float32 else 0.1, rtol=0)
+    called = ("_flash_attention_backward", "_scaled_dot_product_cudnn_attention_backward")
+    assert [CALLED[name] > 0 for name in called] == [dtype == torch.bfloat16, flash == "cuDNN"]
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)

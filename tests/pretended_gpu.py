@@ -20,7 +20,7 @@ import tempfile
 import time
 import traceback
 import types
-from collections import defaultdict
+from collections import Counter, defaultdict
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -181,6 +181,7 @@ def run(func, args: tuple, kwargs: dict):
     plain_kwargs.pop("pin_memory", None)
     stays = isinstance(args[0], DeviceTensor) if name == "copy_" else target == "cuda" or (there and target is None)
     work = EMULATED.get(name, func) if there else func
+    CALLED[name] += name in EMULATED
     is_mutable = func._schema.is_mutable
     if GRAPHS:
         GRAPHS[-1].keep([tensor.held for tensor in there] if is_mutable else [])
@@ -319,7 +320,29 @@ def _flash_backward(grad_out, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dro
     return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
 
 
-EMULATED = {"_flash_attention_forward": _flash_forward, "_flash_attention_backward": _flash_backward}
+def _cudnn_forward(q, k, v, bias, compute_lse, dropout=0.0, causal=False, debug=False, *, scale):
+    assert bias is None and compute_lse and causal
+    states = (part.transpose(1, 2) for part in (q, k, v))
+    out, lse, *rest = _flash_forward(*states, None, None, q.shape[2], k.shape[2], dropout, causal, debug, scale=scale)
+    return out.transpose(1, 2), lse[..., None], None, None, q.shape[2], k.shape[2], *rest
+
+
+def _cudnn_backward(grad_out, q, k, v, out, lse, seed, offset, bias, cum_q, cum_k, max_q, max_k, dropout, causal, *,
+                    scale):  # fmt: skip
+    assert lse.is_contiguous() and lse.shape == (*q.shape[:3], 1) and bias is cum_q is cum_k is None and causal
+    states = (part.transpose(1, 2) for part in (grad_out, q, k, v, out))
+    state = torch.empty(2, dtype=torch.uint64)
+    grads = _flash_backward(*states, lse[..., 0], None, None, max_q, max_k, dropout, causal, state, state, scale=scale)
+    return tuple(grad.transpose(1, 2) for grad in grads)
+
+
+EMULATED = {
+    "_flash_attention_forward": _flash_forward,
+    "_flash_attention_backward": _flash_backward,
+    "_scaled_dot_product_cudnn_attention": _cudnn_forward,
+    "_scaled_dot_product_cudnn_attention_backward": _cudnn_backward,
+}
+CALLED: Counter[str] = Counter()  # of these
 
 
 # CUDA graphs

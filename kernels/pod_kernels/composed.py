@@ -24,7 +24,8 @@ def _cut(inputs: Inputs, sizes: Sizes) -> tuple[Kernel, tuple[Piece, ...], list[
     q, k, v, q_distant, _ = inputs
     kernel = choose_kernel(q, v)
     sink_size, recent_size, _, window_only = sizes
-    pieces = plan(q.shape[2], sink_size, recent_size, q_distant is not None, kernel == "flash_cuda", window_only)
+    has_window = kernel in ("flash_cuda", "cudnn")
+    pieces = plan(q.shape[2], sink_size, recent_size, q_distant is not None, has_window, window_only)
     splits = head_splits(kernel, q.shape[1], k.shape[1])
     return kernel, pieces, splits, band_mask(pieces, recent_size, q.dtype, q.device)
 
