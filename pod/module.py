@@ -352,6 +352,12 @@ class PodModule(lightning.LightningModule):
 
     def on_train_start(self) -> None:
         self._clock, self._tokens = time.perf_counter(), 0
+        # A checkpoint holds the rate of its run's next step; this run's schedule may be another.
+        schedule = self.lr_schedulers()
+        for group, rate, factor in zip(
+            schedule.optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True
+        ):
+            group["lr"] = rate * factor(schedule.last_epoch)
 
     def configure_optimizers(self) -> dict[str, Any]:
         hparams = self.hparams
