@@ -21,7 +21,8 @@ def exit_status(main: Callable[..., int | None]) -> Callable[..., int]:
         try:
             return main(*arguments) or 0
         except (ValueError, OSError, ImportError) as error:
-            print(f"error: {error}", file=sys.stderr)
+            # Other libraries' messages have several lines.
+            print("error:", *map(str.strip, str(error).splitlines()), file=sys.stderr)
             return 2
         except Stopped as stopped:
             print(f"{stopped}; go on with: python {shlex.join(sys.orig_argv[1:])}", flush=True)

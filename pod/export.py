@@ -179,8 +179,7 @@ def tokenizer_of(run: Path, base: str | None) -> PreTrainedTokenizerBase | None:
     try:
         name = OmegaConf.load(recipe)["model"].get("tokenizer") if recipe.exists() else None
     except (AttributeError, KeyError, TypeError, ValueError, OmegaConfBaseException, YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{recipe} is truncated or damaged, it names the run's tokenizer: {reason}") from error
+        raise ValueError(f"{recipe} is truncated or damaged, it names the run's tokenizer: {error}") from error
     if name is not None:
         try:
             return load_tokenizer(name)

@@ -45,8 +45,7 @@ def first_config(
                 config = AutoConfig.from_pretrained(base)
         except OSError as error:
             kind = "directory" if Path(base).exists() else "directory or hub model"
-            reason = " ".join(str(error).split())
-            raise ValueError(f"no model at {base!r}: it is no {kind} with a config.json ({reason})") from error
+            raise ValueError(f"no model at {base!r}: it is no {kind} with a config.json ({error})") from error
     if rope_theta is not None:
         config.rope_parameters = {**config.rope_parameters, "rope_theta": float(rope_theta)}
     return config

@@ -38,8 +38,7 @@ def load(ckpt: str, device: str | None = None, dtype: str = "auto") -> tuple[Pre
             tokenizer = AutoTokenizer.from_pretrained(ckpt)
     except (OSError, ValueError) as error:
         where = "from there" if Path(ckpt).exists() else "from the hub, and it is no directory here"
-        reason = " ".join(str(error).split())
-        raise ValueError(f"--ckpt {ckpt}: no model and tokenizer can be loaded {where} ({reason})") from error
+        raise ValueError(f"--ckpt {ckpt}: no model and tokenizer can be loaded {where} ({error})") from error
     if device is None:
         count = torch.cuda.device_count()
         device = f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % count}" if count else "cpu"
