@@ -20,6 +20,7 @@ PAIRS = {
     "decode": {
         "decode": ["PoD / blocks of one layer", "PoD / DynamicCache"],
         "decode_attention": ["PoD / blocks of one layer", "PoD / SDPA flash"],
+        "decode_attention_skipping": ["PoD, tau=0.7 / PoD"],
         "decode_after_eviction": ["after 64 / after 16"],
         "decode_attention_after_eviction": ["PoD / snapkv:budget=16,window=4"],
     },
@@ -32,7 +33,8 @@ PAIRS = {
             "concatenation / PodCache",
             "concatenation / PodCache, blocks of one layer",
             "concatenation / cascade:budget=32",
-        ]
+        ],
+        "update_one_layer": ["concatenation / PodCache", "concatenation / cascade:budget=32"],
     },
     "end-to-end": {
         "generation": [
@@ -75,7 +77,7 @@ def test_each_suite_writes_its_ratios(suite, tiny, tmp_path, capsys):
             one, other = (measured["seconds"][part] for part in name.split(" / "))
             assert len(one) == len(other) == 2 and min(one + other) > 0
             assert value == pytest.approx(statistics.median(a / b for a, b in zip(one, other, strict=True)))
-            middles = (f"{1e3 * statistics.median(seconds):.2f}" for seconds in (one, other))
+            middles = (f"{1e3 * statistics.median(seconds):,.4g}" for seconds in (one, other))
             assert [name, *where, f"{value:.3g}", *middles] in rows
         for name, found in measured["rates"].items():
             ceiling = {"GB/s": 2e9, "TFLOP/s": 4e12}[found["unit"]]
@@ -95,7 +97,7 @@ def test_operations_and_bytes(tiny):
     assert decoded.amounts["SDPA flash"] == (2 * 2 * 64 * 4 * 4 * speed.KV_HEADS * speed.LAYERS, timing.BYTES)
     # Its blocks of one layer hold the same keys and values, and room for the tokens of the rounds.
     dense, most = decoded.amounts[speed.DENSE][0], decoded.amounts["SDPA flash"][0]
-    assert dense == most // 64 * (64 + 3)
+    assert dense == most // 64 * (64 + 5)
 
 
 def test_the_backend_holds_inside_only(monkeypatch):
@@ -114,12 +116,12 @@ def test_what_cannot_run_is_left_out_with_its_reason():
         raise ValueError("no such thing here\nat all")
 
     good, left_out = timing.runnable({"one": lambda: None, "other": refuse})
-    assert list(good) == ["one"] and left_out == {"other": "no such thing here"}
+    assert list(good) == ["one"] and left_out == {"other": "ValueError: no such thing here"}
 
 
 def test_ratios_are_medians_of_rounds_on_a_fake_clock(monkeypatch):
     now = 0.0
-    # One duration for the round that is not counted, then one for each of three; the second round is a slow one.
+    # One duration for the run that is not counted, then one for each of three; the second round is a slow one.
     durations = {"fast": iter([50.0, 1.0, 9.0, 2.0]), "slow": iter([0.5, 4.0, 18.0, 5.0])}
     order = []
 
@@ -129,7 +131,9 @@ def test_ratios_are_medians_of_rounds_on_a_fake_clock(monkeypatch):
         now += next(durations[name])
 
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now)
-    seconds = timing.interleaved({name: lambda name=name: work(name) for name in durations}, 3, "cpu", "test")
+    works = {name: lambda name=name: work(name) for name in durations}
+    seconds, left_out, notes = timing.measured(works, 3, "cpu", "test")
+    assert not left_out and not notes
     assert order == ["fast", "slow"] * 4
     assert seconds == {"fast": [1.0, 9.0, 2.0], "slow": [4.0, 18.0, 5.0]}
     # Rounds: 1/4, 9/18, 2/5. The ratio of the medians would also be 2/5; the other way it is 5/2.
