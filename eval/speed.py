@@ -335,7 +335,7 @@ def decode_attention_skipping(setting: Setting, length: int) -> Measured:
     stats, whole = caches[names[1]].stats, caches[names[0]].nbytes()
     unread = stats.unread_values / max(1, stats.distant_values)
     distant = max(0, length - setting.sinks - setting.recent) * batch * setting.head_dim * setting.dtype.itemsize
-    shared = int((shared_blocks().anchors != torch.arange(LAYERS)[:, None]).sum())
+    shared = int((~model.config.blocks.is_anchor).sum())
     left = whole - unread * distant * shared
     for kind in setting.backends:
         amounts |= {names[0] + kind: (whole, BYTES), names[1] + kind: (left, BYTES)}

@@ -158,7 +158,7 @@ def measured(
     for name in good:
         if name in graphs and device == "cuda":
             good[name], refusal = captured(good[name])
-            notes += [f"Timed with its starts by Python: {name} ({refusal})."] if refusal else []
+            notes += [f"{name} is no graph, and timed with Python's starts ({refusal})."] if refusal else []
     return interleaved(good, rounds, device, label, most_seconds), left_out, notes
 
 
@@ -246,7 +246,7 @@ def table(title: str, records: list[dict[str, Any]], ceilings: dict[str, float])
             rate, unit = found["rate"], found["unit"]
             rates.append([name, *where, f"{rate / SCALE[unit]:,.3g} {unit}", f"{rate / ceilings[unit]:.0%}"])
         notes += [f"Left out: {name} ({why})." for name, why in record["left_out"].items()]
-        notes += record["notes"]
+        notes += [f"{where[0].capitalize()} at {where[1]}: {note}" for note in record["notes"]]
     parts = [
         f"### {title}",
         report.markdown_table(["time by time", "what", "tokens", "ratio", "ms", "by ms"], rows),
