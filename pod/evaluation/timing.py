@@ -155,10 +155,14 @@ def measured(
     """
     good, left_out = runnable(works)
     notes = []
-    for name in good:
-        if name in graphs and device == "cuda":
+    for name in [name for name in good if name in graphs and device == "cuda"]:
+        try:
             good[name], refusal = captured(good[name])
-            notes += [f"{name} is no graph, and timed with Python's starts ({refusal})."] if refusal else []
+        except Exception as error:
+            left_out[name] = reason(error)
+            del good[name]
+            continue
+        notes += [f"{name} is no graph, and timed with Python's starts ({refusal})."] if refusal else []
     return interleaved(good, rounds, device, label, most_seconds), left_out, notes
 
 

@@ -330,7 +330,7 @@ def test_goals_take_our_best_and_the_hardest_to_beat():
     assert found["decode attention after SnapKV, 1,024 of 128K: full cache by it"] == ["12", ">= 10"]
     assert not any("storing" in name for name in found)
     assert speed.goals([facts("prefill")], "cpu") == ""
-    stored = record("update", 16_384, PodCache=0.01, concatenation=2.0)
+    stored = record("update", 16_384, PodCache=0.01, PodCache__blocks=0.001, concatenation=2.0)
     assert "| storing a token, ring, 16K: concatenation by it    |          200 |" in speed.goals(
         [facts("cache", stored)], "cpu"
     )
@@ -354,7 +354,6 @@ def test_winners_are_lines_to_paste():
         ShapeClass("H100", 2, 128, 16_384, True): Winner("fused", "2026-01-02", "abc"),
         ShapeClass("H100", 2, 128, 4096, False): Winner("composed", "2026-01-02", "abc"),
     }
-    assert all(len(line) <= 120 and line.endswith(",") for line in text.splitlines()) or "\n" in text
 
 
 def test_seventy_percent_of_the_keys_are_shared():
