@@ -150,7 +150,7 @@ def random_models(
         num_hidden_layers=layers,
         num_key_value_heads=KV_HEADS,
         max_position_embeddings=2 * length,
-        **(setting.shape if is_whole else setting.shape | {"hidden_size": 16, "intermediate_size": 16}),
+        **(setting.shape if is_whole else setting.shape | {"hidden_size": setting.heads, "intermediate_size": 16}),
     )
     with torch.device(setting.device):
         stock = LlamaForCausalLM(config).to(setting.dtype).eval()
@@ -722,6 +722,8 @@ def main(arguments: list[str] | None = None) -> int:
     too_few = any(number is not None and number < 1 for number in (options.batch, options.rounds))
     if too_few or min(options.lengths or [SHORTEST]) < SHORTEST:
         raise ValueError(f"--batch and --rounds are at least 1, --lengths at least {SHORTEST}")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch finds no GPU here. Choose --device cpu, or a torch built for CUDA")
     broken: list[str] = []
     if options.suite == "all":
         done, broken = run_all(arguments, options.out, options.device)

@@ -363,6 +363,16 @@ def test_seventy_percent_of_the_keys_are_shared():
     assert shared == pytest.approx(0.7, abs=0.01) and 2 * blocks.kv_saving == pytest.approx(shared)
 
 
+@pytest.mark.parametrize("kind", speed.SETTINGS)
+def test_models_of_the_real_shape_that_only_say_shapes(kind):
+    setting = replace(speed.SETTINGS[kind], device="cpu")
+    for model in speed.random_models(setting, 64, is_whole=False).values():
+        config = model.config
+        assert (config.num_attention_heads, config.head_dim) == (setting.heads, setting.head_dim)
+        assert model.dtype == setting.dtype and sum(one.numel() for one in model.parameters()) < 10**7
+    assert config.max_position_embeddings == 128
+
+
 def test_filled_caches_hold_what_was_stored(tiny):
     with torch.no_grad():
         models = speed.random_models(tiny, 256)
@@ -382,3 +392,9 @@ def test_filled_caches_hold_what_was_stored(tiny):
 def test_bad_sizes_are_refused(wrong, capsys):
     assert speed.main(["--suite", "decode", *wrong]) == 2
     assert "at least" in capsys.readouterr().err
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert speed.main(["--suite", "all", "--device", "cuda"]) == 2
+    assert "--device cuda: torch finds no GPU here" in capsys.readouterr().err
