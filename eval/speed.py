@@ -30,6 +30,7 @@ all` runs each suite in a process of its own: an error that leaves a GPU unusabl
 import argparse
 import gc
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -65,6 +66,8 @@ TAU = 0.7
 DENSE, STOCK = "blocks of one layer", "DynamicCache"
 FUSED = ", fused"  # what a table adds to a name where the fused kernels run
 FLASH = "SDPA flash"
+DEVICE_ERROR = re.compile(r"CUDA error|Error \[CUDA\]")  # torch's and Triton's words; not for want of memory
+MOST_SECONDS = 240  # of one suite's process on a GPU
 OTHERS = (FLASH, "SDPA cuDNN", "FlexAttention", "flash-attn")  # dense attentions that a device may lack
 
 
@@ -76,6 +79,7 @@ class Setting:
         device, dtype: of all tensors.
         rounds: timed rounds.
         most_seconds: of one measurement, after which no further round begins; None for all rounds.
+        has_fused: on a GPU, the fused kernels run too.
         recent: recent tokens of the PoD model; the sinks come on top.
         eviction: methods after a prompt.
         shape: of the model.
@@ -92,6 +96,7 @@ class Setting:
     sinks: int = 16
     batch: int | None = None
     most_seconds: float | None = None
+    has_fused: bool = True
 
     @property
     def heads(self) -> int:
@@ -112,7 +117,7 @@ class Setting:
     @property
     def backends(self) -> dict[str, str]:
         """Backends of PoD that the device might have, by what a table adds to a name."""
-        return {"": "composed", FUSED: "fused"} if self.device == "cuda" else {"": "composed"}
+        return {"": "composed", FUSED: "fused"} if self.device == "cuda" and self.has_fused else {"": "composed"}
 
     def room(self, length: int) -> int:
         """Tokens of a cache that holds `length` and is decoded from by every backend."""
@@ -717,6 +722,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="bfloat16 on a GPU, float32 elsewhere")
     parser.add_argument("--out", type=Path, default=command.default_folder("speed"), help="folder to write to")
     arguments = sys.argv[1:] if arguments is None else arguments
+    parser.add_argument("--without-fused", action="store_true", help="leave the fused kernels out")
     options = parser.parse_args(arguments)
     check_writable(options.out)
     too_few = any(number is not None and number < 1 for number in (options.batch, options.rounds))
@@ -733,6 +739,7 @@ def main(arguments: list[str] | None = None) -> int:
             "batch": options.batch,
             "rounds": options.rounds,
             "dtype": options.dtype and getattr(torch, options.dtype),
+            "has_fused": not options.without_fused,
         }
         setting = replace(setting, **{name: value for name, value in given.items() if value is not None})
         lengths = options.lengths or LENGTHS[options.device][options.suite]
@@ -747,6 +754,9 @@ def main(arguments: list[str] | None = None) -> int:
 def run_all(arguments: list[str], folder: Path, kind: str) -> tuple[list[dict[str, Any]], list[str]]:
     """Each suite in a process of its own; their results, and which ended without or too early.
 
+    A process that fails on a GPU so that nothing more can run there, or does not end, is followed by one without the
+    fused kernels, which measures what is missing.
+
     Args:
         arguments: of this script.
         folder: for results; the page is written after every suite.
@@ -756,15 +766,42 @@ def run_all(arguments: list[str], folder: Path, kind: str) -> tuple[list[dict[st
     for suite in SUITES:
         results_file(folder, suite).unlink(missing_ok=True)
     for suite in SUITES:
-        one = [sys.executable, __file__, *arguments, "--suite", suite]  # of two, the last counts
-        status = subprocess.run(one, stdout=subprocess.DEVNULL).returncode
-        found = results_file(folder, suite)
-        if found.exists():
-            done.append(json.loads(found.read_text()))
-        if status not in (0, 1) or not found.exists():
-            broken.append(f"suite {suite}: ended with exit status {status}")
+        found, ending = run_process(
+            [*arguments, "--suite", suite], folder, suite, kind
+        )  # of two suites the last counts
+        is_unusable = found is None or any(DEVICE_ERROR.search(line) for line in found["failed"])
+        if kind == "cuda" and (ending or is_unusable):
+            broken += [f"{ending}, and was run again without the fused kernels"] if ending else []
+            again, ending = run_process([*arguments, "--suite", suite, "--without-fused"], folder, suite, kind)
+            if found is None or again is None:
+                found = found or again
+            else:
+                known = {(record["what"], record["tokens"]) for record in found["results"]}
+                new = [record for record in again["results"] if (record["what"], record["tokens"]) not in known]
+                found["results"] += new
+                found["failed"] += [f"without the fused kernels: {line}" for line in again["failed"]]
+            if found is not None:
+                report.write_json(results_file(folder, suite), found)
+        done += [] if found is None else [found]
+        broken += [ending] if ending else []
         report.write(folder / "speed.md", page(done, kind, broken) + "\n")
     return done, broken
+
+
+def run_process(arguments: list[str], folder: Path, suite: str, kind: str) -> tuple[dict[str, Any] | None, str | None]:
+    """One suite in a process: its results, None without, and how it ended where that is not as `main` does."""
+    path = results_file(folder, suite)
+    path.unlink(missing_ok=True)
+    seconds = MOST_SECONDS if kind == "cuda" else None
+    ending = None
+    try:
+        started = [sys.executable, __file__, *arguments]
+        status = subprocess.run(started, stdout=subprocess.DEVNULL, timeout=seconds).returncode
+        if status not in (0, 1) or not path.exists():
+            ending = f"suite {suite}: ended with exit status {status}"
+    except subprocess.TimeoutExpired:
+        ending = f"suite {suite}: not done after {seconds} seconds"
+    return json.loads(path.read_text()) if path.exists() else None, ending
 
 
 def results_file(folder: Path, suite: str) -> Path:

@@ -300,6 +300,51 @@ def test_all_suites_run_each_in_a_process(tiny, monkeypatch, tmp_path, capsys):
     assert page.strip() in capsys.readouterr().out
 
 
+def test_a_suite_that_leaves_a_gpu_unusable_goes_on_without_the_fused_kernels(tiny, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(speed, "SUITES", {"attention": [], "decode": [], "cache": [], "prefill": []})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    ceilings = {timing.BYTES: 2e9, timing.OPERATIONS: 4e12}
+    started = []
+
+    def run(command, timeout=None, **_):
+        if command[0] == "git":
+            return SimpleNamespace(stdout="abc1234\n")
+        suite, is_again = command[command.index("--suite", 6) + 1], command[-1] == "--without-fused"
+        started.append((suite, is_again))
+        assert timeout == speed.MOST_SECONDS
+        one = timing.Measured({"PoD": [1.0]}, []).record("one", 64) | {"again": is_again}
+        two = timing.Measured({"PoD": [2.0]}, []).record("two", 64) | {"again": is_again}
+        written = facts(suite, one, ceilings=ceilings, date="2026-01-02", threads=1, shared_keys=0.7)
+        written |= {"results": [one], "failed": []}
+        if suite == "attention" and not is_again:
+            written["failed"] = ["two: AcceleratorError: CUDA error: an illegal memory access was encountered"]
+        elif suite == "cache" and not is_again:
+            written["failed"] = ["two: OutOfMemoryError: CUDA out of memory."]
+        elif suite == "decode" and not is_again:
+            raise speed.subprocess.TimeoutExpired(command, timeout)
+        elif suite == "prefill":
+            return SimpleNamespace(returncode=1)
+        else:
+            written["results"].append(two)
+        (tmp_path / f"speed-{suite}.json").write_text(json.dumps(written))
+        return SimpleNamespace(returncode=int(bool(written["failed"])))
+
+    monkeypatch.setattr(speed.subprocess, "run", run)
+    assert speed.main(["--suite", "all", "--device", "cuda", "--out", str(tmp_path)]) == 1
+    assert [suite for suite, is_again in started if is_again] == ["attention", "decode", "prefill"]
+    found = {suite: json.loads((tmp_path / f"speed-{suite}.json").read_text()) for suite in ("attention", "decode")}
+    assert [(one["what"], one["again"]) for one in found["attention"]["results"]] == [("one", False), ("two", True)]
+    assert [(one["what"], one["again"]) for one in found["decode"]["results"]] == [("one", True), ("two", True)]
+    page = (tmp_path / "speed.md").read_text()
+    for line in (
+        "- suite decode: not done after 240 seconds, and was run again without the fused kernels",
+        "- suite prefill: ended with exit status 1\n",
+        "- two: AcceleratorError: CUDA error",
+        "- two: OutOfMemoryError",
+    ):
+        assert line in page
+
+
 def record(what, tokens, by_bytes=None, **seconds):
     seconds = {name.replace("__", ", "): [value] * 3 for name, value in seconds.items()}
     return {"what": what, "tokens": tokens, "seconds": seconds, "by_bytes": by_bytes}
