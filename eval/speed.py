@@ -463,9 +463,8 @@ def _update(setting: Setting, length: int, layers: int) -> Measured:
 
         works |= {name: work} if name == concatenation else by_backends(setting, name, work)
     ours = [name for name in works if name != concatenation]
-    label = f"update at {length}, {layers} layer{'s' * (layers > 1)}"
-    seconds, left_out, notes = setting.measured(works, label, ours)
-    notes.append(f"{layers} layer{'s' * (layers > 1)}, {batch} rows: a dense cache of {batch * row / 2**30:.3g} GiB.")
+    seconds, left_out, notes = setting.measured(works, f"update at {length}, layers: {layers}", ours)
+    notes.append(f"layers: {layers}, rows: {batch}; a dense cache of {batch * row / 2**30:.3g} GiB.")
     return Measured(seconds, [(concatenation, name) for name in ours], left_out=left_out, notes=notes)
 
 
