@@ -5,7 +5,7 @@
 #   make test       everything but the slow tests
 #   make test-all   the same, and then the slow tests
 #   make lint       ruff: rules and format; the API reference, build/api/index.html
-#   make gpu        on a machine with a GPU: its tests, then every speed suite: runs/speed/speed.md
+#   make gpu        on a machine with a GPU: its tests, then every speed suite, 8 minutes: runs/speed/speed.md
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -74,10 +74,12 @@ lint: $(STAMP)
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python docs/reference.py
 
-# A machine with a GPU keeps the torch it has, so nothing is installed: GPU_PYTHON is the Python which has it.
+# A machine with a GPU keeps the torch it has, so nothing is installed: GPU_PYTHON is the Python which has it. Tests are
+# looked for where they are marked, as others import what may be missing. Speed is measured also when a test fails.
 GPU_PYTHON ?= python3
+GPU_OUT ?= runs/speed
 
 gpu: export PYTHONPATH := $(CURDIR):$(CURDIR)/kernels
 gpu:
-	$(GPU_PYTHON) -m pytest -m gpu -q
-	$(GPU_PYTHON) eval/speed.py --suite all --device cuda --out runs/speed
+	$(GPU_PYTHON) -m pytest -m gpu -q $$(grep -rl --include='test_*.py' 'mark\.gpu' tests); tests=$$?; \
+	$(GPU_PYTHON) eval/speed.py --suite all --device cuda --out $(GPU_OUT) && exit $$tests

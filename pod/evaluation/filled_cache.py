@@ -19,8 +19,10 @@ def new_cache(model: PreTrainedModel, length: int) -> Cache:
 def fill(cache: Cache, model: PreTrainedModel, batch: int, count: int) -> None:
     """Put `count` random tokens into every layer of a cache, without attention."""
     config = model.config
-    for first in range(0, count, FILLED_AT_ONCE):
-        shape = (batch, config.num_key_value_heads, min(FILLED_AT_ONCE, count - first), config.head_dim)
+    # Concatenation copies at every turn what is there.
+    at_once = FILLED_AT_ONCE if isinstance(cache, PodCache) else count
+    for first in range(0, count, at_once):
+        shape = (batch, config.num_key_value_heads, min(at_once, count - first), config.head_dim)
         k, v = torch.randn(2, *shape, device=model.device, dtype=model.dtype)
         write(cache, model, k, v, received(cache, model, batch, shape[2]))
 
