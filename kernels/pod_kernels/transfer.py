@@ -1,6 +1,7 @@
 """Integers that the host knows, on their way to a device."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -13,13 +14,18 @@ def on_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor
     The host does not wait for it. From memory that can be paged out it would, until a GPU has done all it was given.
 
     Args:
-        arrays: at least one, of any shapes; numbers or truth values.
+        arrays: of any shapes; numbers or truth values.
 
     Returns:
-        int64 tensors of the same shapes, views of one.
+        int64 tensors of the same shapes, parts of one. Each begins at a multiple of 16 bytes: for other addresses
+        Triton compiles a kernel anew.
     """
-    flat = torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays]).astype(np.int64, copy=False))
+    lengths = [array.size + array.size % 2 for array in arrays]
+    flat = np.zeros(sum(lengths), dtype=np.int64)
+    for array, end, length in zip(arrays, accumulate(lengths), lengths, strict=True):
+        flat[end - length : end - length + array.size] = array.reshape(-1)
+    there = torch.from_numpy(flat)
     if device.type == "cuda":
-        flat = flat.pin_memory().to(device, non_blocking=True)
-    parts = flat.to(device).split([array.size for array in arrays])
-    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+        there = there.pin_memory().to(device, non_blocking=True)
+    parts = there.to(device).split(lengths)
+    return [part[: array.size].view(array.shape) for part, array in zip(parts, arrays, strict=True)]

@@ -485,9 +485,9 @@ class SlotStore(Store):
         for layer, order in enumerate(self._orders):
             anchors = [(self._anchors[layer][head], head) for head in order]
             units = [self._first_units[anchor] + self._orders[anchor].index(head) for anchor, head in anchors]
-            tables.append([order, np.argsort(order).tolist(), units, [self._ends[layer][head] for head in order]])
-        [table] = on_device([np.array(tables)], device)
-        return [HeadOrder(order, inverse, units, ends.bool()) for order, inverse, units, ends in table]
+            tables += [order, np.argsort(order), units, [self._ends[layer][head] for head in order]]
+        tables = on_device([np.array(table) for table in tables], device)
+        return [HeadOrder(*tables[first : first + 3], tables[first + 3].bool()) for first in range(0, len(tables), 4)]
 
     def _allocate_all(self, like: Tensor) -> None:
         batch, scored = len(self._seen), self.scoring is not None
