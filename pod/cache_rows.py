@@ -5,6 +5,7 @@ from each row's first real token.
 """
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -38,6 +39,11 @@ class Step:
     masks: Masks = field(default_factory=dict)
     read: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
+    @cached_property
+    def real(self) -> Tensor | None:
+        """[B] int64, the new tokens of each row that are no padding; None where none is padding in any row."""
+        return None if self.even else (self.positions >= 0).sum(dim=1)
+
     def attend_prompt(
         self,
         config: PreTrainedConfig,
@@ -58,7 +64,7 @@ class Step:
             sink_size=config.sink_size,
             recent_size=config.recent_size,
             scale=scale,
-            lengths=None if self.even else (self.positions >= 0).sum(dim=1),
+            lengths=self.real,
         )
 
 

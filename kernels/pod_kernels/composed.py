@@ -24,7 +24,8 @@ def _cut(inputs: Inputs, sizes: Sizes) -> tuple[Kernel, tuple[Piece, ...], list[
     q, k, v, q_distant, _ = inputs
     kernel = choose_kernel(q, v)
     sink_size, recent_size, _, window_only = sizes
-    pieces = plan(q.shape[2], sink_size, recent_size, q_distant is not None, kernel == "flash_cuda", window_only)
+    has_window = kernel in ("flash_cuda", "cudnn")
+    pieces = plan(q.shape[2], sink_size, recent_size, q_distant is not None, has_window, window_only)
     splits = head_splits(kernel, q.shape[1], k.shape[1])
     return kernel, pieces, splits, band_mask(pieces, recent_size, q.dtype, q.device)
 
@@ -109,7 +110,7 @@ def _backward(
     return grads
 
 
-def _columns(inputs: Inputs, rows: Tensor, start: int, stop: int) -> Inputs:
+def _columns(inputs: Inputs, rows: slice | Tensor, start: int, stop: int) -> Inputs:
     return tuple(None if tensor is None else tensor[rows, :, start:stop] for tensor in inputs)
 
 

@@ -1,12 +1,15 @@
 """One piece of plain attention with its log-sum-exp, forward and backward, by what is there to run it.
 
-Three kernels run a piece: torch's flash attention on CPU, torch's flash attention on CUDA (half precision), and chunks
-of eager matmuls (all else: float32 on CUDA, other devices, values of another head dimension).
+What runs a piece: torch's flash attention on CPU, torch's flash attention on CUDA (half precision), cuDNN's there for
+causal squares, and chunks of eager matmuls (all else: float32 on CUDA, other devices, values of another head
+dimension).
 
-On CUDA torch's own flash attention is FlashAttention 2, as the flash-attn package is. Faster ones take its place in
-torch: with `torch.nn.attention.activate_flash_attention_impl`, or with the environment variable
-POD_FLASH_IMPLEMENTATION, "FA3" or "FA4", for whoever has these installed. Nothing activates them unasked, since they
-then run all of the process's attention and refuse some of it (dropout). cuDNN's has no window in torch.
+On CUDA torch's own flash attention is FlashAttention 2, as the flash-attn package is. The environment variable
+POD_FLASH_IMPLEMENTATION names another one: "FA3" or "FA4", for whoever has these installed, take its place in torch (as
+with `torch.nn.attention.activate_flash_attention_impl`), and then run all of the process's attention; "cuDNN" takes the
+causal squares, nearly all of the work of long sequences, and leaves the window, which cuDNN has not in torch, and the
+sinks to the flash attention. It plans each new shape anew, and so is for whole sequences of few lengths. Without the
+variable, what was measured to be the fastest runs (`winners`), so far nothing.
 """
 
 import os
@@ -18,48 +21,58 @@ import torch
 import torch.nn.attention
 from torch import Tensor
 
+from pod_kernels import winners
 from pod_kernels.pieces import Piece
 
-Kernel = Literal["flash_cpu", "flash_cuda", "eager"]
+Kernel = Literal["flash_cpu", "flash_cuda", "cudnn", "eager"]
 
 # Logits that the eager kernel holds at once.
 EAGER_LOGITS = 2**23
 FLASH_VARIABLE = "POD_FLASH_IMPLEMENTATION"
+CUDNN = "cuDNN"
 
 
 def choose_kernel(q: Tensor, v: Tensor) -> Kernel:
-    """The fastest kernel that takes these tensors."""
+    """The fastest kernel that takes these tensors.
+
+    Raises:
+        ValueError: POD_FLASH_IMPLEMENTATION names what does not exist or is not installed.
+    """
     dim = q.shape[-1]
     if v.shape[-1] != dim:
         return "eager"
     if q.device.type == "cpu":
         return "flash_cpu"
     if (
-        q.device.type == "cuda"
-        and torch.version.hip is None
-        and q.dtype in (torch.float16, torch.bfloat16)
-        and dim % 8 == 0
-        and dim <= 256
-        and torch.cuda.get_device_capability(q.device) >= (8, 0)
+        q.device.type != "cuda"
+        or torch.version.hip is not None
+        or q.dtype not in (torch.float16, torch.bfloat16)
+        or dim % 8
+        or dim > 256
+        or torch.cuda.get_device_capability(q.device) < (8, 0)
     ):
-        activate_named_flash()
-        return "flash_cuda"
-    return "eager"
+        return "eager"
+    training = q.requires_grad or v.requires_grad
+    name = os.environ.get(FLASH_VARIABLE) or winners.flash(winners.shape_class(q, training))
+    if name == CUDNN:
+        # Its backward ends at 128 on most GPUs.
+        return "cudnn" if dim <= 128 else "flash_cuda"
+    if name:
+        activate_flash(name)
+    return "flash_cuda"
 
 
 @cache
-def activate_named_flash() -> None:
-    """Once, let torch's flash attention run the implementation that POD_FLASH_IMPLEMENTATION names, if it is set.
+def activate_flash(name: str) -> None:
+    """Once, let torch's flash attention run this implementation.
 
     Raises:
         ValueError: torch knows no such implementation, or it is not installed; says which.
     """
-    name = os.environ.get(FLASH_VARIABLE)
-    if not name:
-        return
     valid = torch.nn.attention.list_flash_attention_impls()
     if name not in valid:
-        raise ValueError(f"{FLASH_VARIABLE} {name!r} does not exist: this torch knows {', '.join(map(repr, valid))}")
+        names = ", ".join(map(repr, (CUDNN, *valid)))
+        raise ValueError(f"{FLASH_VARIABLE} {name!r} does not exist: there are {names}")
     try:
         torch.nn.attention.activate_flash_attention_impl(name)
     except ImportError as error:
@@ -124,6 +137,11 @@ def forward_piece(
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, attn_mask=bias, scale=scale
         )
+    if kernel == "cudnn" and causal:
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, True, False, scale=scale
+        )
+        return out, lse.reshape(q.shape[:3])  # [B, h, Tq, 1]
     # CUDA: [B, T, h, D]; grouped queries and the window are native.
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         q.transpose(1, 2),
@@ -180,7 +198,27 @@ def backward_piece(
         if kv_heads != dk.shape[1]:
             dk, dv = dk.sum(1, keepdim=True, dtype=lse.dtype), dv.sum(1, keepdim=True, dtype=lse.dtype)
         return dq, dk, dv
-    # Without dropout the random state is never read, but the operation wants a tensor.
+    # Without dropout the random state is never read, but the operations want a tensor.
+    if kernel == "cudnn" and causal:
+        unused_state = torch.empty((), dtype=torch.int64, device=q.device)
+        return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            grad_out,
+            q,
+            k,
+            v,
+            out,
+            lse[..., None].contiguous(),  # packed, whatever strides it says
+            unused_state,
+            unused_state,
+            None,
+            None,
+            None,
+            q.shape[2],
+            k.shape[2],
+            0.0,
+            True,
+            scale=scale,
+        )
     unused_state = torch.empty(2, dtype=torch.uint64, device=q.device)
     grads = torch.ops.aten._flash_attention_backward(
         grad_out.transpose(1, 2),

@@ -3,42 +3,67 @@
 Both take `lengths` and `document_ids` as `pod_kernels.shared_score_attention` does.
 """
 
+import weakref
+
 import torch
 from torch import Tensor
 
-Group = tuple[Tensor, int, int]  # the rows [n] and the columns [start, stop) of equally placed sequences
+# The rows (a slice, or [n] on the queries' device) and the columns [start, stop) of equally placed sequences.
+Group = tuple[slice | Tensor, int, int]
+
+# What the last tensor on a device held: itself, its version, the columns, its groups.
+_last_read: tuple[weakref.ref, int, int, list[Group] | None] | None = None
 
 
 def sequence_groups(q: Tensor, lengths: Tensor | None, document_ids: Tensor | None) -> list[Group] | None:
     """The sequences of queries [B, H, T, D], those of the same columns together; None when every row is one sequence.
 
-    Reads `lengths` or `document_ids` on the host.
+    Reads `lengths` or `document_ids` on the host, and waits for the device they are on; but once only for one tensor,
+    as all layers of a forward are given the same.
 
     Raises:
         ValueError: lengths outside 0..T, or the ids of a row decrease.
     """
-    if q.shape[0] == 0 or q.shape[2] == 0:
+    global _last_read
+    placement, total = lengths if document_ids is None else document_ids, q.shape[2]
+    if q.shape[0] == 0 or total == 0:
         return []
-    if document_ids is not None:
-        return _rows_by_document(document_ids)
-    return None if lengths is None else _rows_by_length(lengths, q.shape[2])
+    if placement is None:
+        return None
+    # A tensor on the CPU is read for nothing, and numpy may change it without a new version.
+    is_kept = placement.device.type != "cpu" and not placement.is_inference()
+    if is_kept and _last_read is not None:
+        known, version, columns, groups = _last_read
+        if known() is placement and version == placement._version and columns == total:
+            return groups
+    places = _rows_by_length(lengths, total) if document_ids is None else _rows_by_document(document_ids)
+    whole = len(places) == 1 and places.get((0, total)) == list(range(q.shape[0]))
+    groups = None if whole else [(_rows(rows, q.device), *columns) for columns, rows in places.items()]
+    if is_kept:
+        _last_read = weakref.ref(placement), placement._version, total, groups
+    return groups
 
 
-def _rows_by_length(lengths: Tensor, total: int) -> list[Group] | None:
+def _rows(rows: list[int], device: torch.device) -> slice | Tensor:
+    """Rows that follow one another are a slice, which copies nothing."""
+    if rows[-1] - rows[0] + 1 == len(rows):
+        return slice(rows[0], rows[-1] + 1)
+    return torch.tensor(rows, device=device)
+
+
+def _rows_by_length(lengths: Tensor, total: int) -> dict[tuple[int, int], list[int]]:
     values = lengths.tolist()
+    rows: dict[tuple[int, int], list[int]] = {}
     for row, value in enumerate(values):
         if not 0 <= value <= total:
             raise ValueError(f"lengths must lie in 0..{total}, the number of columns; row {row} has {value}")
-    if all(value == total for value in values):
-        return None
-    rows: dict[int, list[int]] = {}
-    for row, value in enumerate(values):
-        rows.setdefault(value, []).append(row)
-    return [(torch.tensor(members), total - value, total) for value, members in sorted(rows.items()) if value > 0]
+        if value > 0:
+            rows.setdefault((total - value, total), []).append(row)
+    return rows
 
 
-def _rows_by_document(document_ids: Tensor) -> list[Group] | None:
-    batch, length = document_ids.shape
+def _rows_by_document(document_ids: Tensor) -> dict[tuple[int, int], list[int]]:
+    length = document_ids.shape[1]
     changes = document_ids[:, 1:] != document_ids[:, :-1]
     starts = torch.nn.functional.pad(changes, (1, 0), value=True).nonzero()
     found = torch.cat([starts, document_ids[starts[:, 0], starts[:, 1]][:, None]], dim=1).tolist()  # one read for all
@@ -52,9 +77,7 @@ def _rows_by_document(document_ids: Tensor) -> list[Group] | None:
             raise ValueError(f"document_ids must not decrease: row {row} has {document} after {last[row]}")
         last[row] = document
         places.setdefault((start, stop), []).append(row)
-    if list(places) == [(0, length)] and len(places[0, length]) == batch:
-        return None
-    return [(torch.tensor(rows), start, stop) for (start, stop), rows in places.items()]
+    return places
 
 
 def sequence_spans(

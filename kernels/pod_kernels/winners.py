@@ -32,11 +32,18 @@ class ShapeClass(NamedTuple):
 
 
 class Winner(NamedTuple):
-    """The fastest backend, and where that is from: the day (YYYY-MM-DD) and the commit of the measurement."""
+    """The fastest backend, and where that is from.
+
+    Attributes:
+        backend: of `shared_score_attention`.
+        date, commit: of the measurement; the day as YYYY-MM-DD.
+        flash: what runs the pieces of the composed backend, as POD_FLASH_IMPLEMENTATION names it; None: torch's own.
+    """
 
     backend: str
     date: str
     commit: str
+    flash: str | None = None
 
 
 WINNERS: dict[ShapeClass, Winner] = {}
@@ -54,3 +61,9 @@ def measured(shapes: ShapeClass | None) -> str | None:
     """The backend that won for these shapes; None where none was measured."""
     winner = WINNERS.get(shapes)
     return None if winner is None else winner.backend
+
+
+def flash(shapes: ShapeClass | None) -> str | None:
+    """What ran the pieces of the composed backend when that won for these shapes; None for torch's own."""
+    winner = WINNERS.get(shapes)
+    return None if winner is None else winner.flash

@@ -436,28 +436,30 @@ def test_named_flash_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
         activated.append(name)
 
     monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activate)
-    for name, message in (("FA9", "'FA9' does not exist: this torch knows .*'FA3'"), ("FA4", "'FA4' is not installed")):
-        flash.activate_named_flash.cache_clear()
-        monkeypatch.setenv(flash.FLASH_VARIABLE, name)
+    flash.activate_flash.cache_clear()
+    for name, message in (
+        ("FA9", "'FA9' does not exist: there are 'cuDNN', .*'FA3'"),
+        ("FA4", "'FA4' is not installed"),
+    ):
         with pytest.raises(ValueError, match=f"POD_FLASH_IMPLEMENTATION {message}"):
-            flash.activate_named_flash()
-    monkeypatch.setenv(flash.FLASH_VARIABLE, "FA3")
-    flash.activate_named_flash()
-    flash.activate_named_flash()
+            flash.activate_flash(name)
+    flash.activate_flash("FA3")
+    flash.activate_flash("FA3")
     assert activated == ["FA3"]
-    flash.activate_named_flash.cache_clear()
+    flash.activate_flash.cache_clear()
 
 
+@pytest.mark.parametrize("kernel", ["flash_cuda", "cudnn"])
 @pytest.mark.parametrize("shape", ["window", "causal", "full"])
-def test_cuda_calls_fit_the_operations(shape: str) -> None:
+def test_cuda_calls_fit_the_operations(shape: str, kernel: flash.Kernel) -> None:
     """torch's CUDA flash attention is private: its arguments and the shapes of its results, without a device."""
     num_keys = 4 if shape == "full" else 40
     q = torch.empty(2, 8, 40, 64, dtype=torch.bfloat16, device="meta")
     k = torch.empty(2, 2, num_keys, 64, dtype=torch.bfloat16, device="meta")
     piece = pieces.Piece((0, 40), (0, num_keys), shape)
-    out, lse = flash.forward_piece("flash_cuda", piece, q, k, k, None, 16, 0.1)
+    out, lse = flash.forward_piece(kernel, piece, q, k, k, None, 16, 0.1)
     assert out.shape == q.shape and lse.shape == q.shape[:3] and lse.dtype == torch.float32
-    grads = flash.backward_piece("flash_cuda", piece, out, q, k, k, out, lse, None, 16, 0.1)
+    grads = flash.backward_piece(kernel, piece, out, q, k, k, out, lse, None, 16, 0.1)
     assert [grad.shape for grad in grads] == [q.shape, k.shape, k.shape]
 
 
@@ -621,3 +623,10 @@ class TestOnGpu:
         options = {"sink_size": 4, "recent_size": 28, "lengths": torch.tensor([length, length // 2], device="cuda")}
         truth = run(reference.shared_score_attention, leaves, "scores", **options)
         assert_close(run(composed_attention, leaves, "scores", **options), truth)
+
+    @pytest.mark.parametrize("kv_heads", [2, 8], ids=lambda n: f"Hkv{n}")
+    def test_cudnn(self, kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Its backward is given the merged output and log-sum-exp, as flash attention's is."""
+        monkeypatch.setenv(flash.FLASH_VARIABLE, flash.CUDNN)
+        for name, (error, eager_error) in half_errors(700, kv_heads, "scores", (4, 128), "cuda").items():
+            assert error <= 2 * eager_error + 1e-6, f"{name}: {error:.1e}, eager bfloat16: {eager_error:.1e}"

@@ -1,0 +1,222 @@
+"""The library on a pretended GPU; `test_pretended_gpu.py` runs this file (pytest -p pretended_gpu).
+
+Every result equals the CPU's, no tensor is on the wrong device, and the host waits no more often than it must.
+"""
+
+import copy
+import os
+
+import pytest
+import torch
+from pretended_gpu import CALLED, WAITS, Graph
+from test_model import left_padded, tiny_model
+
+import pod
+from pod_kernels import shared_score_attention
+
+METHODS = [
+    "snapkv:budget=12,window=4",
+    "pyramidkv:budget=12,window=4",
+    "adakv:budget=12,window=4",
+    "cake:budget=12,window=4",
+    "sagekv:budget=12",
+    "h2o:budget=12",
+    "tova:budget=12",
+    "streamingllm:budget=12",
+    "lminfinite:budget=12",
+    "cascade:budget=12,sinks=2",
+    "quest:budget=12,page_size=4",
+]
+BLOCKS = [[0, 0], [0, 1], [0, 1], [3, 3]]
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Triton's kernels, in small tiles."""
+    import pretended_triton
+
+    from pod_kernels import fused, splits
+
+    monkeypatch.setattr(splits, "BLOCK", 16)
+    monkeypatch.setattr(splits, "SPLITS", 2)
+    for table, tile in ((fused.HOPPER, 32), (fused.SINGLE, 16)):
+        small = {kernel: fused.Launch(tile, tile, 4, 1) for kernel in table}
+        monkeypatch.setattr(fused, "HOPPER" if table is fused.HOPPER else "SINGLE", small)
+    pretended_triton.STARTS.clear()
+    return pretended_triton.STARTS
+
+
+def models(layers: int = 4, **options):
+    """The same PoD model on the CPU and on the device."""
+    stock = tiny_model("llama", num_hidden_layers=layers)
+    blocks = pod.LayerBlocks.dense(layers, 2) if options.get("share") == "window" else pod.LayerBlocks(BLOCKS[:layers])
+    model = pod.convert(stock, blocks, sink_size=2, recent_size=5, **options)
+    return model, copy.deepcopy(model).to("cuda")
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.cpu() if tensor.is_cuda else tensor
+
+
+def with_backend(backend: str, work, *args):
+    before = os.environ.get("POD_ATTENTION_BACKEND")
+    os.environ["POD_ATTENTION_BACKEND"] = backend
+    try:
+        return work(*args)
+    finally:
+        os.environ.pop("POD_ATTENTION_BACKEND")
+        if before is not None:
+            os.environ["POD_ATTENTION_BACKEND"] = before
+
+
+def generated(model, steps: int = 5, **options):
+    """Logits of greedy decoding after left-padded prompts, and the cache."""
+    ids, mask, _ = (part.to(model.device) for part in left_padded((24, 16), 24))
+    if "eviction" in options:
+        options["eviction"] = pod.eviction.parse(options["eviction"])
+    cache = pod.PodCache(model.config, **options)
+    out = model.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=steps,
+        do_sample=False,
+        past_key_values=cache,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    return plain(torch.stack(out.logits)), cache
+
+
+def assert_generates_alike(backend: str, **options) -> None:
+    cpu, gpu = models()
+    expected, cache = with_backend("composed", lambda: generated(cpu, **options))
+    found, there = with_backend(backend, lambda: generated(gpu, **options))
+    torch.testing.assert_close(found, expected, atol=5e-5, rtol=0)
+    assert there.nbytes() == cache.nbytes() and there.stats == cache.stats
+
+
+def test_two_devices_do_not_mix():
+    there = torch.randn(3, 4, device="cuda")
+    with pytest.raises(RuntimeError, match="same device"):
+        there + torch.ones(4)
+    with pytest.raises(RuntimeError, match="same device"):
+        torch.ones(5)[torch.tensor([1], device="cuda")]
+
+
+def test_waits_are_seen():
+    there = torch.arange(5, device="cuda")
+    WAITS.clear()
+    there[[1, 2]], there[there > 2], there.max().item(), there.nonzero(), there.tolist(), there.cpu()  # noqa: B018
+    assert len(WAITS) == 6
+
+
+def test_a_graph_repeats_with_the_numbers_of_its_capture():
+    count, total = torch.zeros((), device="cuda"), torch.zeros(3, device="cuda")
+    step, graph = 2, torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        count += 1
+        total.copy_(total + count * step)
+    assert plain(count) == 0 and plain(total).tolist() == [0, 0, 0]
+    step = 100
+    for _ in range(2):
+        graph.replay()
+    assert plain(count) == 2 and plain(total).tolist() == [6, 6, 6]
+    with pytest.raises(RuntimeError, match="capturing"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        count.item()
+
+
+PLACEMENTS = {
+    "whole": {},
+    "lengths": {"lengths": torch.tensor([11, 0, 37])},
+    "documents": {"document_ids": torch.tensor([[0] * 20 + [1] * 17, [0] * 5 + [2] * 30 + [-1] * 2, [-1] * 37])},
+}
+
+
+def attended(device: str, dtype: torch.dtype, placement: dict, backend: str) -> list[torch.Tensor]:
+    """out, lse, gate and all gradients of attention to 37 tokens."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(3, 4, 37, 16), (3, 2, 37, 16), (3, 2, 37, 16), (3, 4, 37, 16), (3, 2, 37, 16)]
+    leaves = [torch.randn(size, generator=generator).to(device, dtype).requires_grad_() for size in sizes]
+    placement = {name: value.to(device) for name, value in placement.items()}
+    results = shared_score_attention(
+        *leaves, sink_size=3, recent_size=8, return_lse=True, return_gate=True, backend=backend, **placement
+    )
+    weight = torch.linspace(-1, 1, 37, device=device)[:, None]
+    grads = torch.autograd.grad((results[0].float() * weight).sum(), leaves)
+    return [plain(part.detach()).float() for part in (*results, *grads)]
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("dtype, flash", [(torch.float32, ""), (torch.bfloat16, ""), (torch.bfloat16, "cuDNN")])
+def test_composed_attention(dtype, flash, placement, monkeypatch):
+    """In bfloat16 through torch's operations for CUDA: their arguments, and the window of flash attention."""
+    monkeypatch.setenv("POD_FLASH_IMPLEMENTATION", flash)
+    CALLED.clear()
+    expected = attended("cpu", torch.float32, PLACEMENTS[placement], "reference")
+    found = attended("cuda", dtype, PLACEMENTS[placement], "composed")
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5 if dtype == torch.float32 else 0.1, rtol=0)
+    called = ("_flash_attention_backward", "_scaled_dot_product_cudnn_attention_backward")
+    assert [CALLED[name] > 0 for name in called] == [dtype == torch.bfloat16, flash == "cuDNN"]
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_fused_attention(placement, kernels):
+    expected = attended("cpu", torch.float32, PLACEMENTS[placement], "reference")
+    found = attended("cuda", torch.float32, PLACEMENTS[placement], "fused")
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
+    assert set(kernels) == {"forward_kernel", "query_grad_kernel", "key_grad_kernel"}
+
+
+def loss_and_grads(model, use_cache: bool = False) -> list[torch.Tensor]:
+    ids, mask, _ = (part.to(model.device) for part in left_padded((24, 16), 24))
+    loss = model(ids, attention_mask=mask, labels=ids, use_cache=use_cache).loss
+    grads = torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True)  # share=kv leaves some unused
+    return [plain(part) for part in (loss.detach(), *grads)]
+
+
+@pytest.mark.parametrize("share", ["scores", "keys", "window", "kv"])
+def test_training(share):
+    cpu, gpu = models(share=share)
+    for one, other in zip(loss_and_grads(gpu), loss_and_grads(cpu), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+def test_training_waits_no_more_often_with_more_layers():
+    counts = []
+    for layers in (2, 4):
+        _, gpu = models(layers)
+        WAITS.clear()
+        loss_and_grads(gpu)
+        counts.append(len([what for what, where in WAITS if "on_pretended" not in where]))
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"max_length": 40}, {"max_length": 40, "tau": 0.4}, {}, {"quantization": pod.Quantization(8)}],
+    ids=["max_length", "tau", "growing", "quantised"],
+)
+def test_generate(options):
+    assert_generates_alike("composed", **options)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_generate_with_eviction(method):
+    assert_generates_alike("composed", eviction=method)
+
+
+@pytest.mark.parametrize("tau", [None, 0.4])
+def test_generate_with_kernels_by_a_graph(tau, kernels, monkeypatch):
+    monkeypatch.setattr(Graph, "replays", 0)
+    assert_generates_alike("fused", max_length=40, tau=tau)
+    assert {"forward_kernel", "_append", "_attend", "_merge"} <= set(kernels)
+    # The first step makes the scores' workspace, the second stays where that is; those after it are one graph.
+    assert Graph.replays == 2
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_generate_with_kernels_and_eviction(method, kernels):
+    assert_generates_alike("fused", eviction=method)
+    assert kernels
