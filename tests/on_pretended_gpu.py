@@ -108,6 +108,10 @@ def test_waits_are_seen():
     WAITS.clear()
     there[[1, 2]], there[there > 2], there.max().item(), there.nonzero(), there.tolist(), there.cpu()  # noqa: B018
     assert len(WAITS) == 6
+    plain(there).pin_memory().to("cuda", non_blocking=True)
+    assert len(WAITS) == 7  # that of `plain`
+    plain(there).to("cuda", non_blocking=True)
+    assert len(WAITS) == 9
 
 
 def test_a_graph_repeats_with_the_numbers_of_its_capture():
@@ -220,3 +224,26 @@ def test_generate_with_kernels_by_a_graph(tau, kernels, monkeypatch):
 def test_generate_with_kernels_and_eviction(method, kernels):
     assert_generates_alike("fused", eviction=method)
     assert kernels
+
+
+@pytest.mark.parametrize("backend", ["composed", "fused"])
+@pytest.mark.parametrize("method", ["streamingllm:budget=12", "lminfinite:budget=12", "cascade:budget=12,sinks=2"])
+def test_steps_over_fixed_slots_wait_for_nothing(method, backend, request):
+    kernels = request.getfixturevalue("kernels") if backend == "fused" else {}
+    _, gpu = models()
+    ids, mask, positions = (part.to("cuda") for part in left_padded((24, 16), 24))
+    cache = pod.PodCache(gpu.config, eviction=pod.eviction.parse(method))
+
+    @torch.no_grad()
+    def waits(ids, positions, mask=None) -> list[str]:
+        WAITS.clear()
+        gpu(ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+        return [what for what, where in WAITS if "on_pretended" not in where]
+
+    def run() -> None:
+        assert len(waits(ids, positions, mask)) == 1  # how many tokens each row has
+        for step in range(3):
+            assert not waits(ids[:, step : step + 1], positions[:, -1:] + 1 + step)
+
+    with_backend(backend, run)
+    assert ("_append_slots" in kernels) == (backend == "fused")

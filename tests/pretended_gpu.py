@@ -173,7 +173,7 @@ def run(func, args: tuple, kwargs: dict):
     tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
     there = [tensor for tensor in tensors if isinstance(tensor, DeviceTensor)]
     target = None if kwargs.get("device") is None else torch.device(kwargs["device"]).type
-    _check(name, args, tensors, there, target)
+    _check(name, args, kwargs, tensors, there, target)
 
     plain_args, plain_kwargs = tree_map(held, (args, kwargs))
     if target == "cuda":
@@ -196,7 +196,7 @@ def run(func, args: tuple, kwargs: dict):
     return tree_map(on_device, out)
 
 
-def _check(name: str, args: tuple, tensors: list, there: list, target: str | None) -> None:
+def _check(name: str, args: tuple, kwargs: dict, tensors: list, there: list, target: str | None) -> None:
     """Refuse what a GPU refuses, and note what waits."""
     strangers = [tuple(tensor.shape) for tensor in tensors if not isinstance(tensor, DeviceTensor) and tensor.dim()]
     if there and name in INDEXED:
@@ -214,7 +214,11 @@ def _check(name: str, args: tuple, tensors: list, there: list, target: str | Non
     if name == "copy_" and isinstance(args[0], DeviceTensor) != isinstance(args[1], DeviceTensor):
         wait("a copy from one device to another")
     if name == "_to_copy" and target is not None and isinstance(args[0], DeviceTensor) != (target == "cuda"):
-        wait(f"a copy to {target}")
+        # A graph would repeat the copy from memory that may hold something else by then.
+        if GRAPHS or not (
+            kwargs.get("non_blocking") and target == "cuda" and getattr(args[0], "is_page_locked", False)
+        ):
+            wait(f"a copy to {target}")
 
 
 class Operations(TorchDispatchMode):
@@ -250,7 +254,9 @@ class Functions(TorchFunctionMode):
         if func is torch.nn.functional.scaled_dot_product_attention and on_gpu:
             return _dense_attention(*args, **kwargs)
         if func is torch.Tensor.pin_memory:
-            return first
+            locked = first.clone()
+            locked.is_page_locked = True
+            return locked
         return func(*args, **kwargs)
 
 

@@ -58,9 +58,10 @@ def truth(vectors: Tensor, spec: Quantization, is_key: bool, closed: int = 0) ->
 # ---------------------------------------------------------------------- the segments alone
 
 
+@pytest.mark.parametrize("is_told", [True, False])
 @pytest.mark.parametrize("is_key", [True, False])
 @pytest.mark.parametrize("spec", [*SPECS, Quantization(8, 3, 2), Quantization(4, 8, 20)], ids=str)
-def test_segments_hold_the_truth_as_they_fill(spec, is_key):
+def test_segments_hold_the_truth_as_they_fill(spec, is_key, is_told):
     generator, dim = torch.Generator().manual_seed(0), 16
     sizes = [[spec.rounded(50), spec.rounded(9)], [spec.rounded(33), spec.rounded(50)]]
     written = [torch.randn(sum(sizes[n // 2][n % 2 : n % 2 + 1]), dim, generator=generator) for n in range(4)]
@@ -76,7 +77,7 @@ def test_segments_hold_the_truth_as_they_fill(spec, is_key):
             used[n] += count
             expected[n][: used[n]] = truth(expected[n][: used[n]], spec, is_key, closed[n])[0]
             closed[n] = max(closed[n], (used[n] - spec.residual) // spec.group)
-        held.absorb(full, torch.tensor(used))
+        held.absorb(full, torch.tensor(used), more if is_told else None)
         assert held.closed.tolist() == [max(0, one) for one in closed]
         for n in range(4):
             for found in (held.full().run(n // 2, n % 2), held.full(n // 2).run(0, n % 2)):
@@ -96,6 +97,36 @@ def test_segments_hold_the_truth_as_they_fill(spec, is_key):
         for place, row in enumerate((1, 0, 1)):
             count = used[head * 2 + row]
             assert torch.equal(rows.full().run(head, place)[:count], held.full().run(head, row)[:count])
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+@pytest.mark.parametrize("is_key", [True, False])
+@pytest.mark.parametrize("sizes", [[[0, 12], [9, 0]], [[15, 0], [0, 0]], [[3, 3], [0, 18]], [[0, 0], [0, 0]]], ids=str)
+def test_segments_of_no_slots_touch_no_others(sizes, is_key, is_told):
+    spec, dim = Quantization(8, 3, 2), 16
+    where = dict(dtype=torch.float32, device="cpu")
+    held = QuantizedSegments.allocate(spec, is_key, sizes, 2, dim, **where)
+    alone = {
+        (head, row): QuantizedSegments.allocate(spec, is_key, [[sizes[head][row]]], 1, dim, **where)
+        for head in range(2)
+        for row in range(2)
+        if sizes[head][row]
+    }
+    generator, used = torch.Generator().manual_seed(0), [0] * 4
+    for more in (4, 1, 1, 7, 1, 30):
+        full = held.full()
+        for (head, row), one in alone.items():
+            n, own = head * 2 + row, one.full()
+            count = min(more, sizes[head][row] - used[n])
+            new = torch.randn(count, dim, generator=generator)
+            for run in (full.run(head, row), own.run(0, 0)):
+                run[used[n] : used[n] + count] = new
+            used[n] += count
+            one.absorb(own, torch.tensor([used[n]]))
+        held.absorb(full, torch.tensor(used), more if is_told else None)
+        for (head, row), one in alone.items():
+            assert torch.equal(held.full().run(head, row), one.full().run(0, 0))
+            assert torch.equal(held.full(head).run(0, row), one.full().run(0, 0))
 
 
 def test_codes_take_their_bits():

@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pod_kernels.transfer import on_device
+
 
 @dataclass(frozen=True)
 class Cascades:
@@ -61,22 +63,32 @@ class Cascades:
         later = ((self.budget >> level) + eager - self.budget) << level
         return np.where(eager <= self.budget, eager, later)
 
-    def ranks(self, seen: np.ndarray, device: torch.device) -> Tensor:
-        """The place of each ring position among the kept tokens, counted from the oldest, sinks included.
+    def oldest(self, seen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Which entry is the oldest that each sub-cache holds, and how many older tokens are kept elsewhere.
 
         Args:
             seen: [B] int64 tokens of each row so far, sinks included.
 
         Returns:
-            [B, N, c] int64; what it says of a ring position that holds nothing has no meaning.
+            [B, N] int64 each, for `ranks`.
         """
         count = np.maximum(seen - self.sinks, 0)
         entries = np.stack([self.entries(level, count) for level in range(self.num_cascades)], axis=1)
         first = np.maximum(entries - self.size, 0)
         # Older tokens: the sinks, and what the sub-caches further down hold.
-        older = self.sinks + (entries - first)[:, ::-1].cumsum(axis=1)[:, ::-1] - (entries - first)
-        first, older = (torch.from_numpy(part.copy()).to(device)[..., None] for part in (first, older))
-        return older + (torch.arange(self.size, device=device) - first).remainder(self.size)
+        return first, self.sinks + (entries - first)[:, ::-1].cumsum(axis=1)[:, ::-1] - (entries - first)
+
+    def ranks(self, first: Tensor, older: Tensor) -> Tensor:
+        """The place of each ring position among the kept tokens, counted from the oldest, sinks included.
+
+        Args:
+            first, older: [B, N] int64 of `oldest`.
+
+        Returns:
+            [B, N, c] int64; what it says of a ring position that holds nothing has no meaning.
+        """
+        place = torch.arange(self.size, device=first.device) - first[..., None]
+        return older[..., None] + place.remainder(self.size)
 
     def plan(self, seen: np.ndarray, new: np.ndarray, columns: int, device: torch.device) -> "Plan":
         """What inserting a chunk does, as far as it does not depend on scores.
@@ -96,9 +108,6 @@ class Cascades:
             """first, first + 1, .. of each row [B, most], and which of them are below last."""
             number = first[:, None] + np.arange((last - first).max())
             return number, number < last[:, None]
-
-        def placed(array: np.ndarray) -> Tensor:
-            return torch.from_numpy(array).to(device)
 
         token, is_token = numbered(columns - (after - before), np.full_like(seen, columns))
         empty, is_empty = numbered(np.minimum(before, self.budget), np.minimum(after, self.budget))
@@ -126,30 +135,31 @@ class Cascades:
                 is_contested = is_entry & is_newest & is_in_chunk & (challenge % (2 * step) != 0)
                 if is_contested.any():
                     which = self.offers(level, challenge + 1) - 1 - offered[:, None]
-                    challengers = placed(np.where(is_contested, which, -1))
+                    challengers = np.where(is_contested, which, -1)
             pushed, is_pushed = numbered(np.maximum(old - self.size, 0), np.maximum(end - self.size, 0))
             width = min(entry.shape[1], self.size)
             kept = end[:, None] - 1 - np.arange(width)
             is_kept = kept >= np.maximum(first, 0)[:, None]
             accepted = self.offers(level, time[:, 1:] + 1) - 1 - offered[:, None]
             levels.append(
-                LevelPlan(
-                    newest=placed(first[:, None] % self.size),
-                    accepted=placed(np.clip(accepted, 0, most - 1)),
-                    challengers=challengers,
-                    pushed=placed(np.where(is_pushed, pushed - first[:, None], 0)),
-                    pushed_old=placed(pushed % self.size),
-                    is_pushed=placed(is_pushed),
-                    kept=placed(np.maximum(kept - first[:, None], 0)),
-                    places=placed(np.where(is_kept, kept % self.size, self.size)),
-                )
+                {
+                    "newest": first[:, None] % self.size,
+                    "accepted": np.clip(accepted, 0, most - 1),
+                    "challengers": challengers,
+                    "pushed": np.where(is_pushed, pushed - first[:, None], 0),
+                    "pushed_old": pushed % self.size,
+                    "is_pushed": is_pushed,
+                    "kept": np.maximum(kept - first[:, None], 0),
+                    "places": np.where(is_kept, kept % self.size, self.size),
+                }
             )
-        return Plan(
-            tokens=placed(np.where(is_token, self.slots + token, nobody)),
-            empty=placed(np.where(is_empty, self.sinks + empty, nobody)),
-            levels=levels,
-            depths=depths.tolist(),
-        )
+        arrays = [np.where(is_token, self.slots + token, nobody), np.where(is_empty, self.sinks + empty, nobody)]
+        arrays += [array for level in levels for array in level.values() if array is not None]
+        tokens, empty, *parts = on_device(arrays, device)
+        parts = iter(parts)
+        placed = [{name: array if array is None else next(parts) for name, array in level.items()} for level in levels]
+        levels = [LevelPlan(**level | {"is_pushed": level["is_pushed"].bool()}) for level in placed]
+        return Plan(tokens, empty, levels, depths=depths.tolist())
 
 
 @dataclass

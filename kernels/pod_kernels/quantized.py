@@ -11,13 +11,16 @@ Source: KIVI (arXiv 2402.02750), sections 3.2 and 3.3.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pod_kernels.segments import Segments
+from pod_kernels.transfer import on_device
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,7 @@ class QuantizedSegments:
     lows: Tensor
     open: Tensor
     closed: Tensor
+    _layouts: "dict[int | None, Layout]" = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def allocate(
@@ -169,38 +173,43 @@ class QuantizedSegments:
 
     def full(self, head: int | None = None) -> Segments:
         """The vectors in full precision, in segments of the same sizes; of one head alone when told."""
-        chosen = self.sizes if head is None else self.sizes[head : head + 1]
-        first = 0 if head is None else head
-        start = sum(map(sum, self.sizes[:first])) // self.spec.group
-        groups = slice(start, start + sum(map(sum, chosen)) // self.spec.group)
-        vectors = self.spec.decode(self.codes[groups], self.scales[groups], self.lows[groups], self.is_key)
-        part = slice(first * self.batch, (first + len(chosen)) * self.batch)
-        begin, end = self._bounds()
-        number = self.closed[part, None] + torch.arange(self.spec.open_groups, device=vectors.device)
-        is_there = begin[part, None] + number < end[part, None]
-        number = number[is_there]
-        segment = is_there.nonzero()[:, 0]
-        vectors[begin[part][segment] - start + number] = self.open[part][segment, number % self.spec.open_groups]
-        made = Segments.packed(chosen, self.batch, 0, dtype=vectors.dtype, device=vectors.device)
-        made.data = vectors.flatten(0, 1)
-        return made
+        layout = self._layout(head)
+        codes, scales, lows = (part[layout.groups] for part in (self.codes, self.scales, self.lows))
+        vectors = self.spec.decode(codes, scales, lows, self.is_key)
+        if len(layout.segments):
+            number = self.closed[layout.segments, None] + torch.arange(self.spec.open_groups, device=vectors.device)
+            # The last group is never closed. Where there are fewer it is written several times, always the same: so
+            # which there are need not be looked up, for which the host would wait.
+            number = torch.minimum(number, layout.last[:, None])
+            vectors[layout.begin[:, None] + number] = self.open[
+                layout.segments[:, None], number % self.spec.open_groups
+            ]
+        return replace(layout.empty, data=vectors.flatten(0, 1))
 
-    def absorb(self, full: Segments, used: Tensor) -> None:
+    def absorb(self, full: Segments, used: Tensor, new: int | None = None) -> None:
         """Take over what was written.
 
         Args:
             full: as `full` gave it, with further vectors behind those that were there.
             used: [n] int64, slots in use of each segment, the first ones.
+            new: no segment has more vectors than this which were not there before; None where that is not known. The
+                host then waits for the device, to learn how many groups have become full.
         """
         if not full.data.shape[0]:
             return
         spec, vectors = self.spec, full.data.unflatten(0, (-1, self.spec.group))
-        begin, _ = self._bounds()
         closed = torch.maximum(self.closed, (used - spec.residual).clamp(min=0) // spec.group)
-        number = self.closed[:, None] + torch.arange(int((closed - self.closed).max()), device=used.device)
-        at = (begin[:, None] + number)[number < closed[:, None]]
-        if len(at):
-            self.codes[at], self.scales[at], self.lows[at] = spec.encode(vectors[at], self.is_key)
+        most = int((closed - self.closed).max()) if new is None else -(-new // spec.group)
+        begin, end = self._bounds
+        if most:
+            number = self.closed[:, None] + torch.arange(most, device=used.device)
+            is_closed = number < closed[:, None]
+            # The last group is never closed: what a segment closes less than another one leaves it as it is.
+            at = torch.minimum(begin[:, None] + number, end[:, None] - 1)
+            encoded = spec.encode(vectors[at.flatten()], self.is_key)
+            for held, made in zip((self.codes, self.scales, self.lows), encoded, strict=True):
+                made = made.unflatten(0, at.shape)
+                held[at] = torch.where(is_closed.view(*at.shape, *[1] * (made.dim() - 2)), made, held[at])
         self.closed = closed
         number = closed[:, None] + torch.arange(spec.open_groups, device=used.device)
         # Beyond a segment's end there is nothing; what is copied there is never read.
@@ -216,18 +225,17 @@ class QuantizedSegments:
             rows: which of its rows these are; None: all of them, in order.
         """
         rows = range(self.batch) if rows is None else rows
-        device = self.codes.device
         segments = [head * other.batch + row for head in range(len(self.sizes)) for row in rows]
-        (mine, _), (begin, end) = ([bound.tolist() for bound in one._bounds()] for one in (self, other))
+        (mine, _), (begin, end) = self._group_bounds(), other._group_bounds()
         pairs = [
             (start + group - begin[source], group)
             for start, source in zip(mine, segments, strict=True)
             for group in range(begin[source], end[source])
         ]
-        at, source = torch.tensor(pairs, dtype=torch.long, device=device).view(-1, 2).unbind(1)
+        tables = *np.array(pairs, dtype=np.int64).reshape(-1, 2).T, np.array(segments, dtype=np.int64)
+        at, source, segments = on_device(tables, self.codes.device)
         for name in ("codes", "scales", "lows"):
             getattr(self, name)[at] = getattr(other, name)[source]
-        segments = torch.tensor(segments, dtype=torch.long, device=device)
         self.open, self.closed = other.open[segments], other.closed[segments]
 
     def of_rows(self, rows: list[int]) -> "QuantizedSegments":
@@ -238,11 +246,49 @@ class QuantizedSegments:
         new.take(self, rows)
         return new
 
-    def _bounds(self) -> tuple[Tensor, Tensor]:
-        """[n] each, the first group of each segment and the one behind its last."""
-        sizes = torch.tensor(self.sizes, dtype=torch.long, device=self.codes.device).flatten() // self.spec.group
-        end = sizes.cumsum(dim=0)
-        return end - sizes, end
+    def _group_bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        """[n] int64 each on the host, the first group of each segment and the one behind its last."""
+        groups = np.array(self.sizes, dtype=np.int64).reshape(-1) // self.spec.group
+        end = groups.cumsum()
+        return end - groups, end
+
+    @cached_property
+    def _bounds(self) -> list[Tensor]:
+        """The same on the device."""
+        return on_device(self._group_bounds(), self.codes.device)
+
+    def _layout(self, head: int | None) -> "Layout":
+        """Of the segments of one head, or of all; made once."""
+        if head not in self._layouts:
+            heads = slice(None) if head is None else slice(head, head + 1)
+            part = np.arange(len(self.sizes) * self.batch).reshape(len(self.sizes), self.batch)[heads].reshape(-1)
+            begin, end = (bound[part] for bound in self._group_bounds())
+            groups = slice(int(begin[0]), int(end[-1])) if len(part) else slice(0, 0)
+            there = end > begin
+            tables = part[there], begin[there] - groups.start, (end - begin)[there] - 1
+            device = self.codes.device
+            empty = Segments.packed(self.sizes[heads], self.batch, 0, dtype=self.scales.dtype, device=device)
+            self._layouts[head] = Layout(groups, *on_device(tables, device), empty)
+        return self._layouts[head]
+
+
+@dataclass
+class Layout:
+    """Where the vectors of some segments are, m of which have groups.
+
+    Attributes:
+        groups: theirs among all.
+        segments: [m] int64, which of all segments these are.
+        begin: [m] int64, their first groups, counted from the first of `groups`.
+        last: [m] int64, their last groups, counted from each one's first.
+        empty: packed segments of their sizes without vectors.
+    """
+
+    groups: slice
+    segments: Tensor
+    begin: Tensor
+    last: Tensor
+    empty: Segments
 
 
 def quantized(full: Segments, used: Tensor, spec: Quantization, is_key: bool) -> QuantizedSegments:

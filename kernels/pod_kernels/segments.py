@@ -11,8 +11,11 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from pod_kernels.transfer import on_device
 
 
 class Piece(NamedTuple):
@@ -89,8 +92,8 @@ class Segments:
         starts = (0, *accumulate(size for head in sizes for size in head))
         data = torch.full((starts[-1], dim), fill, dtype=dtype, device=device)
         shape = (len(sizes), batch)
-        offsets = torch.tensor(starts[:-1], device=device, dtype=torch.long).view(shape).t()
-        capacities = torch.tensor(sizes, device=device, dtype=torch.long).view(shape).t()
+        tables = [np.array(table, dtype=np.int64).reshape(shape) for table in (starts[:-1], sizes)]
+        offsets, capacities = (table.t() for table in on_device(tables, data.device))
         is_rectangle = len({size for head in sizes for size in head}) <= 1
         rows = tuple(tuple(starts[head * batch : (head + 1) * batch]) for head in range(len(sizes)))
         return cls(data, offsets, None, capacities, is_rectangle, sizes, rows)
@@ -223,7 +226,7 @@ class LayerSegments:
 
     def __post_init__(self) -> None:
         if list(self.order) != sorted(self.order):
-            self.index = torch.tensor(self.order, device=self.near.data.device)
+            [self.index] = on_device([np.array(self.order)], self.near.data.device)
             self.inverse = self.index.argsort()
 
     def part(self, head: int, heads: int) -> "LayerSegments":

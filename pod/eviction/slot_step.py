@@ -1,6 +1,6 @@
 """What one forward adds to a store of fixed slots: counts, places, angles and the plan of its insertion.
 
-All of it depends on token counts only: it is made once for all layers, and plans for several steps of decoding ahead.
+All of it depends on token counts only: it is made once for all layers, and numbers for several steps of decoding ahead.
 
 Legend: B rows, T tokens of a forward, F slots in use, P slots in all, S sinks, D head dimension.
 """
@@ -16,8 +16,9 @@ from pod.eviction.storage import Rotary
 from pod_kernels import Segments
 from pod_kernels.cascade import Cascades, Plan
 from pod_kernels.slots import Capped, OwnKeys
+from pod_kernels.transfer import on_device
 
-# Steps of decoding that are planned at once.
+# Steps of decoding whose numbers go to the device at once.
 STEPS_AHEAD = 64
 
 
@@ -68,11 +69,47 @@ class FarSinks:
 
 
 @dataclass
+class Numbers:
+    """What follows from token counts alone, for the rows of one forward or of several to come; n rows in all.
+
+    Attributes:
+        cascades: sinks, slots and sub-caches.
+        seen_rows, new_rows: [n] int64 on the host, a row's tokens before a forward and its real tokens in it.
+        columns: T.
+        seen, counts: [n] int64, the same on the device.
+        oldest: [n, N] int64 each, of `Cascades.oldest`; none without rotation.
+    """
+
+    cascades: Cascades
+    seen_rows: np.ndarray
+    new_rows: np.ndarray
+    columns: int
+    seen: Tensor
+    counts: Tensor
+    oldest: list[Tensor]
+
+    @classmethod
+    def of(
+        cls, cascades: Cascades, rotates: bool, seen: np.ndarray, new: np.ndarray, columns: int, device: torch.device
+    ) -> "Numbers":
+        """All of them, in one copy to the device."""
+        arrays = [seen, new, *(cascades.oldest(seen) if rotates else ())]
+        there = on_device(arrays, device)
+        return cls(cascades, seen, new, columns, there[0], there[1], there[2:])
+
+    @cached_property
+    def plan(self) -> Plan:
+        """Of the insertions, in a further copy; the kernels do without for a single token."""
+        return self.cascades.plan(self.seen_rows, self.new_rows, self.columns, self.seen.device)
+
+
+@dataclass
 class Step:
     """What one forward adds, the same for all layers. What has [B or 1] rows has one when all rows are alike.
 
     Attributes:
-        steps: what made it.
+        numbers: what follows from token counts, of this forward's rows and perhaps of others.
+        rows: first and last (excluded) of this forward's among them.
         positions: [B, T] int64 of the new tokens in their rows, -1 for padding.
         new: real tokens of each row.
         is_even: no padding.
@@ -80,7 +117,6 @@ class Step:
         kept: [B or 1] slots in use.
         seen: [B or 1] tokens before the forward.
         counts: [B or 1] real tokens.
-        seen_rows, new_rows: `seen` and `counts` on the host.
         angles: cos and sin [B or 1, T, D / 2] of the new tokens; None without rotation.
         table: cos and sin [.., D / 2] by place; None without rotation.
         decay: [T] each query's factor in the scores; None without scores.
@@ -88,7 +124,8 @@ class Step:
         sinks: where rotated keys have a window; None where no query is farther from them than it.
     """
 
-    steps: "Steps"
+    numbers: Numbers
+    rows: tuple[int, int]
     positions: Tensor
     new: list[int]
     is_even: bool
@@ -96,8 +133,6 @@ class Step:
     kept: Tensor
     seen: Tensor
     counts: Tensor
-    seen_rows: np.ndarray
-    new_rows: np.ndarray
     angles: tuple[Tensor, Tensor] | None
     table: tuple[Tensor, Tensor] | None
     decay: Tensor | None
@@ -107,15 +142,12 @@ class Step:
     @cached_property
     def ranks(self) -> Tensor:
         """[B or 1, N, c] of `Cascades.ranks`."""
-        return self.steps.cascades.ranks(self.seen_rows, self.seen.device)
+        return self.numbers.cascades.ranks(*(part[slice(*self.rows)] for part in self.numbers.oldest))
 
     @cached_property
     def plan(self) -> Plan:
         """Of the insertion."""
-        count, device = self.positions.shape[1], self.seen.device
-        if count == 1 == min(self.new):
-            return self.steps.plan_ahead(self.seen_rows, device)
-        return self.steps.cascades.plan(self.seen_rows, self.new_rows, count, device)
+        return self.numbers.plan.rows(*self.rows)
 
 
 class Steps:
@@ -134,7 +166,7 @@ class Steps:
     def __init__(self, cascades: Cascades, rotates: bool, gamma: float | None, has_window: bool) -> None:
         self.cascades, self.rotates, self.gamma, self.has_window = cascades, rotates, gamma, has_window
         self.table: tuple[Tensor, Tensor] | None = None
-        self._plans: tuple[np.ndarray, Plan] | None = None
+        self._ahead: Numbers | None = None
 
     def of(self, inputs: Tensor, new: list[int], seen: list[int], held: Tensor | None, rotary: Rotary) -> Step:
         """The step of one forward.
@@ -153,7 +185,12 @@ class Steps:
         rows = slice(0, 1) if is_alike else slice(None)
         seen_rows, new_rows = np.array(seen[rows]), np.array(new[rows])
         used, longest = min(max(seen), cascades.slots), max(seen) + count
-        before, counts = torch.from_numpy(seen_rows).to(device), torch.from_numpy(new_rows).to(device)
+        if count == 1 == min(new):
+            numbers, part = self._one_token(seen_rows, device)
+        else:
+            numbers = Numbers.of(cascades, self.rotates, seen_rows, new_rows, count, device)
+            part = 0, len(seen_rows)
+        before, counts = numbers.seen[slice(*part)], numbers.counts[slice(*part)]
         kept = before.clamp(max=cascades.slots)
         place = column - (count - counts)[:, None]
         positions = torch.where(place >= 0, before[:, None] + place, -1).expand(batch, -1)
@@ -170,7 +207,8 @@ class Steps:
             if self.rotates and cascades.sinks and longest - 1 > cascades.budget:
                 sinks = self._far_sinks(used, count, *(part.expand(batch)[:, None] for part in (before, counts)))
         return Step(
-            steps=self,
+            numbers=numbers,
+            rows=part,
             positions=positions,
             new=new,
             is_even=min(new) == count,
@@ -178,8 +216,6 @@ class Steps:
             kept=kept,
             seen=before,
             counts=counts,
-            seen_rows=seen_rows,
-            new_rows=new_rows,
             angles=angles,
             table=table,
             decay=decay,
@@ -187,21 +223,19 @@ class Steps:
             sinks=sinks,
         )
 
-    def plan_ahead(self, seen: np.ndarray, device: torch.device) -> Plan:
-        """The plan of one token in each row, made for several steps of decoding at once: all depends on counts only."""
-        rows = len(seen)
-        first, plan = self._plans or (seen, None)
-        ahead = int(seen[0] - first[0]) if len(first) == rows else -1
-        if (
-            plan is None
-            or not 0 <= ahead < STEPS_AHEAD
-            or (seen != first + ahead).any()
-            or plan.tokens.device != device
-        ):
-            each = (np.arange(STEPS_AHEAD)[:, None] + seen).reshape(-1)
-            first, plan, ahead = seen, self.cascades.plan(each, np.ones_like(each), 1, device), 0
-            self._plans = first, plan
-        return plan.rows(ahead * rows, (ahead + 1) * rows)
+    def _one_token(self, seen: np.ndarray, device: torch.device) -> tuple[Numbers, tuple[int, int]]:
+        """Numbers of one token in each row, made for several steps of decoding at once, and which rows are this one's.
+
+        So most steps take nothing from the host.
+        """
+        rows, known, found = len(seen), self._ahead, ()
+        if known is not None and known.seen.device == device and len(known.seen_rows) == STEPS_AHEAD * rows:
+            found = np.flatnonzero((known.seen_rows.reshape(STEPS_AHEAD, rows) == seen).all(axis=1))
+        if not len(found):
+            each, found = (np.arange(STEPS_AHEAD)[:, None] + seen).reshape(-1), (0,)
+            self._ahead = Numbers.of(self.cascades, self.rotates, each, np.ones_like(each), 1, device)
+        first = int(found[0]) * rows
+        return self._ahead, (first, first + rows)
 
     def _far_sinks(self, used: int, count: int, seen: Tensor, counts: Tensor) -> FarSinks:
         """Of rows with [B, 1] tokens seen and new."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
@@ -24,6 +25,7 @@ from pod_kernels import Segments
 from pod_kernels.backend import runs_triton
 from pod_kernels.cascade import Cascades, CascadeState
 from pod_kernels.slots import BlockAnchor, OwnKeys, put_own, rotated, rotated_pieces, slot_attention
+from pod_kernels.transfer import on_device
 
 
 @dataclass
@@ -70,6 +72,23 @@ class Pending:
     keys: Tensor
     values: Tensor
     sums: Tensor | None
+
+
+@dataclass
+class HeadOrder:
+    """How one layer's heads are stored, [H_kv] on the device.
+
+    Attributes:
+        order: int64, the heads in storage order, anchors first.
+        inverse: int64, from storage order back.
+        units: int64, where their anchors are in the state of all layers, in storage order.
+        ends: bool, in storage order, whether the head's block ends in this layer.
+    """
+
+    order: Tensor
+    inverse: Tensor
+    units: Tensor
+    ends: Tensor
 
 
 @dataclass
@@ -130,8 +149,15 @@ class SlotStore(Store):
             [layer == last or anchors[layer + 1][head] != anchors[layer][head] for head in heads]
             for layer in range(blocks.num_layers)
         ]
+        self._head_orders: list[HeadOrder] = []  # made where the store is
+        self._moved, self._moved_there = 0, None
         self._ring = OwnRing(config.sink_size, config.recent_size, cascades.slots)
         self.reset()
+
+    @property
+    def moved(self) -> int:
+        """See `Store`; counted on the device where that alone knows, and read from it when asked for."""
+        return self._moved + (0 if self._moved_there is None else int(self._moved_there))
 
     # ------------------------------------------------------------------ one forward of the model
 
@@ -158,8 +184,9 @@ class SlotStore(Store):
         if not self._layers:
             self._allocate_all(v)
         stored = self._layers[layer]
-        q = q.detach().unflatten(1, (len(order), -1)).transpose(0, 1)[order]  # [H_kv, B, G, T, D] in storage order
-        new_k, v = (states.detach().transpose(0, 1)[order] for states in (k, v))
+        placed = self._head_orders[layer]
+        q = q.detach().unflatten(1, (len(order), -1)).transpose(0, 1)[placed.order]  # [H_kv, B, G, T, D], as stored
+        new_k, v = (states.detach().transpose(0, 1)[placed.order] for states in (k, v))
         blocks = [self._open[self._anchors[layer][head], head] for head in order[num_anchors:]]
         k, far, capped = new_k, None, (None, None)
         if step.sinks is not None:
@@ -239,8 +266,7 @@ class SlotStore(Store):
         for head in order[num_anchors:]:
             if chosen is not None and self._ends[layer][head]:
                 self._close(self._anchors[layer][head], head)
-        inverse = torch.tensor(order, device=q.device).argsort()
-        return out[inverse].transpose(0, 1).flatten(1, 2)
+        return out[placed.inverse].transpose(0, 1).flatten(1, 2)
 
     def _attend_one(
         self,
@@ -302,8 +328,9 @@ class SlotStore(Store):
             chosen = self._insert(stored.state, sums)
             slots.insert(0, chosen)
             # Where the block goes on, its layers still read the keys that the new ones will overwrite.
-            ends = [place for place, head in enumerate(self._orders[layer][:num_anchors]) if self._ends[layer][head]]
-            self._put(stored.keys.rectangle, k[:num_anchors], chosen, ends)
+            if any(self._ends[layer][head] for head in self._orders[layer][:num_anchors]):
+                ends = self._head_orders[layer].ends[:num_anchors, None, None]
+                self._put(stored.keys.rectangle, k[:num_anchors], chosen.masked_fill(~ends, -1))
         slots = torch.cat(slots)
         self._put(stored.values.rectangle, v, slots)
         if others:
@@ -322,7 +349,7 @@ class SlotStore(Store):
                 num_anchors = self._num_anchors[layer]
                 slots = chosen[self._first_units[layer] : self._first_units[layer + 1]]
                 if num_anchors < len(new.keys):
-                    slots = chosen[self._units(layer, chosen.device)]
+                    slots = chosen[self._head_orders[layer].units]
                     self._put_own(stored, new.keys[num_anchors:], slots[num_anchors:])
                 if num_anchors:
                     self._put(stored.keys.rectangle, new.keys[:num_anchors], slots[:num_anchors])
@@ -350,8 +377,12 @@ class SlotStore(Store):
         return tensors + (self._state.tensors() if self._layers else [])
 
     def select(self, rows: Tensor) -> None:
-        self._seen = [self._seen[row] for row in rows.tolist()]
+        if len(set(self._seen)) == 1:  # where rows are alike the host need not know which these are
+            self._seen = self._seen[:1] * len(rows)
+        else:
+            self._seen = [self._seen[row] for row in rows.tolist()]
         if self._layers:
+            rows = rows.to(self._state.positions.device)
             self._state = self._state.select(rows)
         for index, old in enumerate(self._layers):
             new = self._allocate(index, old.values.data)
@@ -385,7 +416,6 @@ class SlotStore(Store):
         self._pending: list[Pending] = []
         self._steps = Steps(self.cascades, self.rotates, self.scoring and self.scoring.gamma, self.window is not None)
         self._open: dict[tuple[int, int], OpenBlock] = {}
-        self._unit_index: dict[int, Tensor] = {}
 
     # ------------------------------------------------------------------ parts of a forward
 
@@ -400,10 +430,10 @@ class SlotStore(Store):
         chosen = insert(state, self.cascades, step.positions, scores)
         for layer, (stored, new) in enumerate(zip(self._layers, self._pending, strict=True)):
             held = stored.keys.rectangle, stored.values.rectangle, stored.own.rectangle
-            units = self._units(layer, chosen.device)
+            units = self._head_orders[layer].units
             sinks, by_slot = self.config.sink_size, self._ring.is_by_slot
             append_slots(*held, new.keys, new.values, step.positions, chosen, units, sinks, by_slot)
-            self.moved += 2 * len(units) * sum(step.new)
+            self._moved += 2 * len(units) * sum(step.new)
 
     def _insert(self, state: CascadeState, sums: Tensor | None) -> Tensor:
         """Update the scores of the anchor heads of `state`, then add the new tokens; their slots [A, B, T]."""
@@ -431,31 +461,37 @@ class SlotStore(Store):
         place = self._orders[layer].index(head)
         self._put(self._layers[layer].keys.rectangle[place : place + 1], block.keys[None], block.slots[None])
 
-    def _put(self, held: Tensor, new: Tensor, slots: Tensor, heads: list[int] | None = None) -> None:
-        """Write new [h, B, T, D] into their slots [h, B, T] of held [h, B, P, D], -1 for nowhere; of `heads` or all."""
-        if new.shape[2] == 1 and self._step.is_even:
-            # One token always stays: no index has to be found on the device.
-            held.scatter_(2, slots[..., None].expand(new.shape), new)
-            self.moved += new.shape[0] * new.shape[1]
-            return
-        head = torch.arange(len(held), device=held.device)
-        if heads is not None:
-            head = head[heads]
-            new, slots = new[head], slots[head]
-        place, row, column = (slots >= 0).nonzero(as_tuple=True)
-        held[head[place], row, slots[place, row, column]] = new[place, row, column]
-        self.moved += len(place)
+    def _put(self, held: Tensor, new: Tensor, slots: Tensor) -> None:
+        """Write new [h, B, T, D] into their slots [h, B, T] of held [h, B, P, D], -1 for nowhere.
 
-    def _units(self, layer: int, device: torch.device) -> Tensor:
-        """[H_kv] int64, where the anchors of a layer's heads, in storage order, are in the state."""
-        if layer not in self._unit_index:
-            anchors = [(self._anchors[layer][head], head) for head in self._orders[layer]]
+        In each row and head the last token goes somewhere, or none does.
+        """
+        if new.shape[2] == 1 and self._step.is_even:
+            self._moved += new.shape[0] * new.shape[1]
+        else:
+            # What goes nowhere writes once more what the last token writes, or what is in a slot already: so no
+            # index has to be found on the device, for which the host would wait.
+            goes, last = slots >= 0, slots[..., -1:]
+            spare = torch.where((last >= 0)[..., None], new[:, :, -1:], held[:, :, :1])
+            new = torch.where(goes[..., None], new, spare)
+            slots = torch.where(goes, slots, last.clamp(min=0))
+            moved = goes.sum()
+            self._moved_there = moved if self._moved_there is None else self._moved_there + moved
+        held.scatter_(2, slots[..., None].expand(new.shape), new)
+
+    def _order_heads(self, device: torch.device) -> list[HeadOrder]:
+        """Of every layer, in one copy."""
+        tables = []
+        for layer, order in enumerate(self._orders):
+            anchors = [(self._anchors[layer][head], head) for head in order]
             units = [self._first_units[anchor] + self._orders[anchor].index(head) for anchor, head in anchors]
-            self._unit_index[layer] = torch.tensor(units, device=device)
-        return self._unit_index[layer]
+            tables += [order, np.argsort(order), units, [self._ends[layer][head] for head in order]]
+        tables = on_device([np.array(table) for table in tables], device)
+        return [HeadOrder(*tables[first : first + 3], tables[first + 3].bool()) for first in range(0, len(tables), 4)]
 
     def _allocate_all(self, like: Tensor) -> None:
         batch, scored = len(self._seen), self.scoring is not None
+        self._head_orders = self._order_heads(like.device)
         self._state = CascadeState.allocate(self.cascades, self._first_units[-1], batch, scored, like.device)
         self._layers = [self._allocate(layer, like) for layer in range(self._blocks.num_layers)]
 

@@ -138,13 +138,14 @@ def real_tokens(mask: Tensor) -> Tensor:
     real = mask.sum(dim=1)
     column = torch.arange(mask.shape[1], device=mask.device)
     is_left_padded = (mask == (column >= mask.shape[1] - real[:, None])).all(dim=1)
+    real, is_left_padded = torch.stack([real, is_left_padded.long()]).cpu()  # the host waits once
     if not bool(is_left_padded.all()):
-        row = int((~is_left_padded).nonzero()[0])
+        row = int((is_left_padded == 0).nonzero()[0])
         raise ValueError(
             f"row {row} of attention_mask has padding after a real token. The cache supports left padding only: set "
             "tokenizer.padding_side = 'left', or pass use_cache=False."
         )
-    return real.cpu()
+    return real
 
 
 def strides(mask: Tensor | None, count: int, stride: int, device: torch.device) -> list[tuple[Tensor, Tensor | None]]:

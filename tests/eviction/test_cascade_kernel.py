@@ -59,7 +59,7 @@ def test_chunks_equal_the_simulation(stream):
         assert torch.equal(held, state.positions[..., :-1])
         written = (held != before).sum(dim=2)
         assert torch.equal(written, (slots >= 0).sum(dim=2)), "a slot was written twice"
-        ranks = state.ranks(cascades, cascades.ranks(seen.numpy(), seen.device))
+        ranks = state.ranks(cascades, cascades.ranks(*map(torch.from_numpy, cascades.oldest(seen.numpy()))))
         for head in range(heads):
             for row in range(rows):
                 sim = truth[head][row]
