@@ -321,7 +321,7 @@ class KeepingStorage:
         step, full, segments = self.step, self.full, self.segments[layer]
         used = torch.maximum(step.before, step.positions[:, -1] + 1)
         for rest, written in ((segments.values, full.values), (segments.keys, full.keys)):
-            rest.absorb(written, used.repeat(len(rest.sizes)))
+            rest.absorb(written, used.repeat(len(rest.sizes)), step.positions.shape[1])
         self.full = None
 
     # ------------------------------------------------------------------ memory
