@@ -7,6 +7,8 @@
   that says which position each slot holds. Where capacities agree, attention reads them as one rectangle.
 - Evicting after a prefill packs anew, in order of position, and frees. Evicting at a step marks slots as empty and the
   next token is written there, so decoding allocates no storage, and slots are in no order.
+- The host counts how much room is left (`Table.room`, `Layer.near_room`), so that a step reads nothing back. Storage
+  that grows for one token grows in all layers before the first of them attends: until it is full again, nothing moves.
 - With quantization a layer's keys and values are at rest in fewer bits (`pod_kernels.quantized`) and are made full
   while the layer attends; capacities are then multiples of its groups. What an eviction repacks is quantised anew.
 - Keys, values, positions and (for methods that carry them) scores make up `nbytes`, capacity included.

@@ -286,6 +286,31 @@ def test_a_per_step_method_without_max_length_allocates_once():
             assert [storage.data_ptr() for storage in cache.storages()] == held
 
 
+@pytest.mark.parametrize("method", [PyramidKV(40, window=4), AdaKV(40, window=4), Ragged(40)], ids=repr)
+def test_storage_grows_in_all_layers_at_once(method):
+    model, moved, held = build(anchors=ANCHORS), [], []
+    cache = pod.PodCache(model.config, eviction=method)
+    ids, mask = left_padded((80, 70))
+    fed(model, cache, ids, mask)
+    most_near = model.config.sink_size + model.config.recent_size + cache.crop_slack
+    for step in range(15):
+        units = cache._evicting.units
+        before = [storage.data_ptr() for storage in cache.storages() if storage.numel()]
+        counts = [count for table in units.tables.values() for head in table.live().tolist() for count in head]
+        mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+        fed(model, cache, tokens(2, 1, seed=step), mask)
+        slots = [size for table in units.tables.values() for head in table.slots.sizes for size in head]
+        if before != [storage.data_ptr() for storage in cache.storages() if storage.numel()]:
+            moved.append(step)
+            # Not an eighth of each: where heads or layers hold different numbers, small ones would soon be full again.
+            more = sum(counts) // len(counts) // 8 + 1
+            assert slots == [count + more for count in counts]
+            held.append(more)
+        for layer in filter(None, units.layers):
+            assert layer.near_keys.shape[2] <= min(most_near, max(map(max, layer.values.sizes)))
+    assert moved == [sum(held[:index]) for index in range(len(moved))] and 3 <= len(moved) <= 4
+
+
 @pytest.mark.parametrize("max_length", [None, 16384 + 8])
 def test_bytes_of_pod_with_snapkv(max_length):
     # 14 of 20 pairs of layer and KV head share their keys.
