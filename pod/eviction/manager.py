@@ -186,9 +186,7 @@ class EvictingStorage:
         step, anchors = self.step, self.units.num_anchors[layer]
         newest = step.positions[:, -1]
         stored_k, stored_v = self._ordered(k, layer), self._ordered(v, layer)
-        seen = None
-        if anchors and (self.is_direct or self.acts):
-            seen = self.decision.seen(layer, q.detach(), step.positions, scale)
+        seen = self.decision.seen(layer, q.detach(), step.positions, scale) if self.acts and anchors else None
         with self.units.in_full(layer):
             if not self.is_direct:
                 recent = self.config.recent_size - 1
