@@ -100,8 +100,9 @@ def test_a_replay_with_stale_numbers_is_a_step(kernels, monkeypatch):
     assert all(torch.equal(one, other) for one, other in zip(cache.storages(), plain.storages(), strict=True))
 
 
-# Several anchors in each head, and in layer 2 an order of storage that is not the heads' own.
-ANCHORS = ((0, 0), (1, 0), (1, 2), (3, 2))
+# Several anchors in each head, two blocks that compete under AdaKV, a layer without anchors, and one that stores its
+# heads in another order than theirs.
+ANCHORS = ((0, 0), (0, 0), (2, 2), (2, 3))
 AFTER_THE_PROMPT = [
     SnapKV(10, window=4, kernel_size=3),
     PyramidKV(10, window=4, kernel_size=3),
@@ -118,6 +119,9 @@ def replays_equal_steps(model, steps, replays, monkeypatch, method, **options):
     assert torch.equal(logits, expected)
     assert cache.host_state() == plain.host_state() and cache.nbytes() == plain.nbytes()
     assert all(torch.equal(one, other) for one, other in zip(cache.storages(), plain.storages(), strict=True))
+    if isinstance(method, AdaKV):
+        first, second = cache._evicting.units.tables[0].slots.sizes
+        assert first != second  # ragged heads
     # What the host has counted is right for what comes after the replays, too.
     for layer in range(len(model.config.blocks.anchors)):
         assert torch.equal(cache.positions(layer), plain.positions(layer))
@@ -149,7 +153,7 @@ def test_between_two_growths_steps_are_replayed(method, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("method", [AFTER_THE_PROMPT[0], AFTER_THE_PROMPT[2]], ids=["snapkv", "adakv"])
 def test_a_replay_after_eviction_is_a_step_of_the_kernels(method, kernels, monkeypatch):
-    replays_equal_steps(tiny(), 6, {"captured": 1, "replayed": 3}, monkeypatch, method, max_length=24)
+    replays_equal_steps(tiny(((0, 0), (0, 0))), 6, {"captured": 1, "replayed": 3}, monkeypatch, method, max_length=24)
 
 
 def test_decoding_after_eviction_waits_for_nothing(monkeypatch):
