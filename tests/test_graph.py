@@ -206,9 +206,16 @@ def test_where_there_is_no_graph(monkeypatch):
 @needs_gpu
 @pytest.mark.parametrize("options", [{}, {"tau": 0.4}, *({"eviction": method} for method in AFTER_THE_PROMPT)], ids=str)
 def test_generate_by_a_graph_equals_generate_without(options, monkeypatch, recwarn):
-    model = tiny().cuda()
+    monkeypatch.setenv("POD_ATTENTION_BACKEND", "fused")  # "auto" takes no kernels, and so no graph
+    model, captured = tiny().cuda(), []
     options = {"max_length": 60, **options}
-    logits, cache, _ = generated(model, 40, monkeypatch, **options)
+
+    def counting(step):
+        captured.append(graph.cuda_capture(step))
+        return captured[-1]
+
+    logits, cache, _ = generated(model, 40, monkeypatch, counting, **options)
+    assert len(captured) == 1
     assert not [warning for warning in recwarn if "CUDA graph" in str(warning.message)]
     monkeypatch.setenv("POD_CUDA_GRAPH", "0")
     expected, plain, _ = generated(model, 40, monkeypatch, **options)
