@@ -333,24 +333,31 @@ class PodCache(Cache):
 
         As long as this is the same, a step does the same on the device, but for what lies there.
         """
-        if self._keeping is None or self._in_prefill or self._step is not None:
+        rows = self._rows
+        if self.store is not None or self._in_prefill or self._step is not None or rows.columns == 0:
             return None
-        if not self.may_grow and self._rows.longest >= self.max_length:
+        if not self.may_grow and rows.longest >= self.max_length:
             return None
-        return self._keeping.place_of_a_step()
+        place = self._storage.place_of_a_step()
+        return None if place is None else (rows.lengths.data_ptr(), tuple(rows.lengths.shape), *place)
 
     def host_state(self) -> tuple:
         """What the host counts of the tokens stored."""
-        return self._rows.host_counts(), self._step
+        stored = None if self._evicting is None else self._evicting.host_state()
+        return self._rows.host_counts(), self._step, stored
 
     def set_host_state(self, state: tuple) -> None:
         """Put back what `host_state` said."""
-        counts, self._step = state
+        counts, self._step, stored = state
         vars(self._rows).update(counts)
+        if stored is not None:
+            self._evicting.set_host_state(stored)
 
     def advance(self) -> None:
         """Count one token more in every row, which a CUDA graph stores."""
         self._rows.count(1, 1)
+        if self._evicting is not None:
+            self._evicting.advance()
 
     def attend(
         self,

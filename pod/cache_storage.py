@@ -160,9 +160,8 @@ class KeepingStorage:
             return None
         if not runs_triton(self.segments[0].values.data):
             return None
-        lengths, workspace = self.rows.lengths, None if self.workspace is None else self.workspace.data_ptr()
-        held = tuple(storage.data_ptr() for storage in self.storages())
-        return (lengths.data_ptr(), tuple(lengths.shape), workspace, self.tau, *held)
+        workspace = None if self.workspace is None else self.workspace.data_ptr()
+        return (workspace, self.tau, *(storage.data_ptr() for storage in self.storages()))
 
     def attend(
         self,

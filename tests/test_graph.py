@@ -3,12 +3,13 @@
 import pytest
 import torch
 from test_model import left_padded, tiny_model
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pod
 from pod import graph
 from pod import model as models
-from pod.eviction import SnapKV
+from pod.eviction import H2O, AdaKV, PyramidKV, SageKV, SnapKV, manager
 
 splits = pytest.importorskip("pod_kernels.splits", reason="triton is not installed")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -19,32 +20,45 @@ class NoSynchronisation(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.name()
-        if name in ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::lift_fresh"):
+        by_mask = name.startswith("aten::index") and any(
+            index is not None and index.dtype == torch.bool
+            for index in (args[1] if isinstance(args[1], list | tuple) else ())
+        )
+        if by_mask or name in ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::lift_fresh"):
             raise AssertionError(f"{name} while a step is captured")
         return func(*args, **(kwargs or {}))
 
 
-def tiny() -> torch.nn.Module:
-    stock = tiny_model("qwen3", num_hidden_layers=2)
-    return pod.convert(stock, pod.LayerBlocks([[0, 0], [0, 1]]), sink_size=2, recent_size=5)
+class NoReading(TorchFunctionMode):
+    """Refuses what reads a whole tensor, which the other mode does not see."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu):
+            raise AssertionError(f"{func} while a step is captured")
+        return func(*args, **(kwargs or {}))
 
 
-def generated(model, steps, monkeypatch, capture=None, **options):
+def tiny(anchors=((0, 0), (0, 1))) -> torch.nn.Module:
+    stock = tiny_model("qwen3", num_hidden_layers=len(anchors))
+    return pod.convert(stock, pod.LayerBlocks(anchors), sink_size=2, recent_size=5)
+
+
+def generated(model, steps, monkeypatch, capture=None, lengths=(14, 6), **options):
     """Logits of greedy decoding, the cache, and how often a graph was captured and replayed."""
-    ids, mask, _ = (part.to(model.device) for part in left_padded((14, 6), 14))
+    ids, mask, _ = (part.to(model.device) for part in left_padded(lengths, max(lengths)))
     cache, counts = pod.PodCache(model.config, **options), {"captured": 0, "replayed": 0}
 
     def stale(step):
         counts["captured"] += 1
         captured = cache.host_state()
         cache.advance()
-        out = torch.empty(2, 1, model.config.vocab_size)
+        out = torch.empty(len(ids), 1, model.config.vocab_size)
 
         def replay():
             counts["replayed"] += 1
             now = cache.host_state()
             cache.set_host_state(captured)
-            with NoSynchronisation():
+            with NoSynchronisation(), NoReading():
                 out.copy_(step())
             cache.set_host_state(now)
 
@@ -86,11 +100,78 @@ def test_a_replay_with_stale_numbers_is_a_step(kernels, monkeypatch):
     assert all(torch.equal(one, other) for one, other in zip(cache.storages(), plain.storages(), strict=True))
 
 
+# Several anchors in each head, two blocks that compete under AdaKV, a layer without anchors, and one that stores its
+# heads in another order than theirs.
+ANCHORS = ((0, 0), (0, 0), (2, 2), (2, 3))
+AFTER_THE_PROMPT = [
+    SnapKV(10, window=4, kernel_size=3),
+    PyramidKV(10, window=4, kernel_size=3),
+    AdaKV(10, window=4, kernel_size=3),
+    SageKV(10, query_aware=False),
+    H2O(10, query_aware=False),
+]
+
+
+def replays_equal_steps(model, steps, replays, monkeypatch, method, **options):
+    expected, plain, _ = generated(model, steps, monkeypatch, eviction=method, **options)
+    logits, cache, counts = generated(model, steps, monkeypatch, "stale", eviction=method, **options)
+    assert counts == replays
+    assert torch.equal(logits, expected)
+    assert cache.host_state() == plain.host_state() and cache.nbytes() == plain.nbytes()
+    assert all(torch.equal(one, other) for one, other in zip(cache.storages(), plain.storages(), strict=True))
+    if isinstance(method, AdaKV):
+        first, second = cache._evicting.units.tables[0].slots.sizes
+        assert first != second  # ragged heads
+    # What the host has counted is right for what comes after the replays, too.
+    for layer in range(len(model.config.blocks.anchors)):
+        assert torch.equal(cache.positions(layer), plain.positions(layer))
+    for one in (cache, plain):
+        one.may_grow = True
+    tokens = torch.randint(1, 90, (logits.shape[1], 5), generator=torch.Generator().manual_seed(0))
+    further = [model(tokens, past_key_values=one).logits for one in (cache, plain)]
+    assert torch.equal(*further)
+
+
+@pytest.mark.parametrize("anchors", [ANCHORS, ((0, 0), (1, 1))], ids=["blocks", "dense"])
+@pytest.mark.parametrize("method", AFTER_THE_PROMPT, ids=lambda method: type(method).__name__)
+def test_a_replay_after_eviction_is_a_step(method, anchors, monkeypatch):
+    """Torch's own attention after eviction follows from the device as the kernels' does, so it can show the same."""
+    monkeypatch.setattr(manager, "runs_triton", lambda tensor: True)
+    replays = {"captured": 1, "replayed": 16}
+    replays_equal_steps(tiny(anchors), 19, replays, monkeypatch, method, max_length=60, lengths=(23, 3, 16))
+
+
+@pytest.mark.parametrize("method", AFTER_THE_PROMPT, ids=lambda method: type(method).__name__)
+def test_between_two_growths_steps_are_replayed(method, monkeypatch):
+    monkeypatch.setattr(manager, "runs_triton", lambda tensor: True)
+    method = type(method)(budget=40, **{"window": 4} if hasattr(method, "window") else {"query_aware": False})
+    # An eighth of 40 beside the token that comes: of six steps one grows, one finds the storage there, one is captured.
+    replays = {"captured": 3, "replayed": 12}
+    replays_equal_steps(tiny(ANCHORS), 19, replays, monkeypatch, method, lengths=(90, 70))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [AFTER_THE_PROMPT[0], AFTER_THE_PROMPT[2]], ids=["snapkv", "adakv"])
+def test_a_replay_after_eviction_is_a_step_of_the_kernels(method, kernels, monkeypatch):
+    replays_equal_steps(tiny(((0, 0), (0, 0))), 6, {"captured": 1, "replayed": 3}, monkeypatch, method, max_length=24)
+
+
+def test_decoding_after_eviction_waits_for_nothing(monkeypatch):
+    """Nor does a step that evicts, but for budgets that go to the device once, and a step that grows reads once."""
+    model = tiny(ANCHORS)
+    for method in (*AFTER_THE_PROMPT, H2O(10), SageKV(10)):
+        cache, ids = pod.PodCache(model.config, eviction=method, max_length=40), torch.arange(1, 25).view(2, 12)
+        model(ids, past_key_values=cache)
+        model(ids[:, :1], past_key_values=cache)
+        with NoSynchronisation(), NoReading():
+            model(ids[:, 1:2], past_key_values=cache)
+
+
 @pytest.mark.slow
 def test_a_cache_that_moves_has_no_graph(kernels, monkeypatch):
     model = tiny()
-    # Without max_length storage grows by an eighth, here at every other step.
-    for options in ({}, {"eviction": SnapKV(budget=9, window=4), "max_length": 24}):
+    # Without max_length storage grows by an eighth, here at every other step; H2O evicts at every one.
+    for options in ({}, {"eviction": SnapKV(budget=9, window=4)}, {"eviction": H2O(9), "max_length": 24}):
         _, _, counts = generated(model, 4, monkeypatch, "stale", **options)
         assert counts == {"captured": 0, "replayed": 0}
 
@@ -123,11 +204,18 @@ def test_where_there_is_no_graph(monkeypatch):
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("tau", [None, 0.4])
-def test_generate_by_a_graph_equals_generate_without(tau, monkeypatch, recwarn):
-    model = tiny().cuda()
-    options = {"max_length": 60, "tau": tau}
-    logits, cache, _ = generated(model, 40, monkeypatch, **options)
+@pytest.mark.parametrize("options", [{}, {"tau": 0.4}, *({"eviction": method} for method in AFTER_THE_PROMPT)], ids=str)
+def test_generate_by_a_graph_equals_generate_without(options, monkeypatch, recwarn):
+    monkeypatch.setenv("POD_ATTENTION_BACKEND", "fused")  # "auto" takes no kernels, and so no graph
+    model, captured = tiny().cuda(), []
+    options = {"max_length": 60, **options}
+
+    def counting(step):
+        captured.append(graph.cuda_capture(step))
+        return captured[-1]
+
+    logits, cache, _ = generated(model, 40, monkeypatch, counting, **options)
+    assert len(captured) == 1
     assert not [warning for warning in recwarn if "CUDA graph" in str(warning.message)]
     monkeypatch.setenv("POD_CUDA_GRAPH", "0")
     expected, plain, _ = generated(model, 40, monkeypatch, **options)

@@ -11,20 +11,20 @@ distant mean what they mean without eviction.
 `reference_packed_attention` is the truth: plain loops. `packed_attention` is the same, segments of one size at once.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from pod_kernels.backend import runs_triton
 from pod_kernels.cached import MAX_LOGITS
-from pod_kernels.segments import Piece, Segments
+from pod_kernels.segments import Ordered, Piece, Segments
 
 HeadOf = tuple[Segments, int]  # segments, and one head in them
 
 
 @dataclass
-class PackedLayer:
+class PackedLayer(Ordered):
     """What the cache holds for one layer.
 
     Attributes:
@@ -36,7 +36,6 @@ class PackedLayer:
         near_positions: [S, B, M] int32, -1 where there is none.
         near_slots: [S, B, M] int32, the slot in `values` of each.
         sink_size, recent_size: tokens.
-        index: [H_kv] int64 of `order` on the device; None where that is the heads' own.
     """
 
     order: tuple[int, ...]
@@ -48,11 +47,9 @@ class PackedLayer:
     near_slots: Tensor
     sink_size: int
     recent_size: int
-    index: Tensor | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        if list(self.order) != sorted(self.order):
-            self.index = torch.tensor(self.order, device=self.values.tensors()[0].device)
+        self.put_order(self.order, self.values.tensors()[0].device)
 
 
 def reference_packed_attention(
@@ -164,10 +161,9 @@ def packed_attention(
             scale=scale,
             return_weights=return_weights,
         )
-    order = torch.tensor(layer.order, device=q.device)
 
     def grouped(tensor: Tensor) -> Tensor:  # [B, H, T, D] -> [H_kv, B, G, T, D] in storage order
-        return tensor.view(batch, kv_heads, groups, count, dim).transpose(0, 1)[order]
+        return layer.stored(tensor.view(batch, kv_heads, groups, count, dim).transpose(0, 1))
 
     q = grouped(q)
     q_distant = grouped(q_distant) if q_distant is not None else None
@@ -199,7 +195,8 @@ def packed_attention(
                         scores[head, where[1], ..., : piece.capacity] = logits[index]
             else:
                 if scores is not None:
-                    logits = scores[list(layer.order[where[0]]), where[1], ..., : piece.capacity]
+                    mine = where[0] if layer.index is None else layer.index[where[0]]
+                    logits = scores[mine, where[1], ..., : piece.capacity]
                 else:
                     query = q_distant[where][:, :, :, part]
                     products = [_products(query[index : index + 1], one) for index, one in enumerate(keys)]
@@ -213,7 +210,7 @@ def packed_attention(
             out[where[0], where[1], :, part] = attended.masked_fill((at < 0)[None, :, None, :, None], 0)
             if weights is not None and is_anchor:
                 weights[where[0], where[1], :, part, : piece.capacity] = softmax
-    out = out[torch.argsort(order)].transpose(0, 1).flatten(1, 2)
+    out = layer.by_head(out).transpose(0, 1).flatten(1, 2)
     return out if weights is None else (out, weights)
 
 

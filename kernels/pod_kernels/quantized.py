@@ -238,9 +238,15 @@ class QuantizedSegments:
             getattr(self, name)[at] = getattr(other, name)[source]
         self.open, self.closed = other.open[segments], other.closed[segments]
 
+    def resized(self, sizes: Sequence[Sequence[int]]) -> "QuantizedSegments":
+        """A copy in segments [H][B] that are no smaller; what is closed stays as it is."""
+        return self._taken(sizes, list(range(self.batch)))
+
     def of_rows(self, rows: list[int]) -> "QuantizedSegments":
         """A copy of some rows, in that order."""
-        sizes = [[head[row] for row in rows] for head in self.sizes]
+        return self._taken([[head[row] for row in rows] for head in self.sizes], rows)
+
+    def _taken(self, sizes: Sequence[Sequence[int]], rows: list[int]) -> "QuantizedSegments":
         options = {"dtype": self.open.dtype, "device": self.open.device}
         new = self.allocate(self.spec, self.is_key, sizes, len(rows), self.open.shape[-1], **options)
         new.take(self, rows)

@@ -149,6 +149,17 @@ class Segments:
             real = real.expand(index.shape)
             self.data[index[real]] = new[real]
 
+    def resized(self, sizes: Sequence[Sequence[int]], fill: float = 0) -> "Segments":
+        """A copy of packed segments with capacities [H][B] that are no smaller; each slot keeps its number."""
+        batch, heads = self.offsets.shape
+        options = {"dtype": self.data.dtype, "device": self.data.device, "fill": fill}
+        new = Segments.packed(sizes, batch, self.data.shape[1], **options)
+        shift = (new.offsets - self.offsets).t().flatten()
+        # With its size told, torch has not to ask the device for it.
+        shift = shift.repeat_interleave(self.capacities.t().flatten(), output_size=len(self.data))
+        new.data[torch.arange(len(self.data), device=self.data.device) + shift] = self.data
+        return new
+
     def of_rows(self, rows: list[int]) -> "Segments":
         """A copy of some rows of packed segments, in that order."""
         sizes = [[head[row] for row in rows] for head in self.sizes]
@@ -196,7 +207,33 @@ class Segments:
 
 
 @dataclass
-class LayerSegments:
+class Ordered:
+    """A layer whose heads are stored in an `order` of their own.
+
+    Attributes:
+        index, inverse: [H_kv] int64 from `order`, and back; None where the order is the heads' own.
+    """
+
+    index: Tensor | None = field(init=False, default=None)
+    inverse: Tensor | None = field(init=False, default=None)
+
+    def put_order(self, order: tuple[int, ...], device: torch.device) -> None:
+        """Keep the order on the device, where states are put into it at every step."""
+        if list(order) != sorted(order):
+            [self.index] = on_device([np.array(order)], device)
+            self.inverse = self.index.argsort()
+
+    def stored(self, states: Tensor) -> Tensor:
+        """[H_kv, ..] by head -> in storage order."""
+        return states if self.index is None else states[self.index]
+
+    def by_head(self, states: Tensor) -> Tensor:
+        """[H_kv, ..] in storage order -> by head."""
+        return states if self.inverse is None else states[self.inverse]
+
+
+@dataclass
+class LayerSegments(Ordered):
     """What the cache holds for one layer.
 
     Under `share: kv` that is the layer's anchor heads alone: heads are then counted among these.
@@ -209,7 +246,6 @@ class LayerSegments:
         near: [B, H_kv - num_anchors] segments of the other heads' own keys: sinks, then a ring of `ring_size`.
         sink_size, recent_size, ring_size: tokens; ring_size >= recent_size.
         pages: [B, num_anchors] segments of each page's minima and maxima [2 D]; None where pages are not used.
-        index, inverse: [H_kv] int64 from `order`, and back; None where the order is the heads' own.
     """
 
     order: tuple[int, ...]
@@ -221,27 +257,15 @@ class LayerSegments:
     recent_size: int
     ring_size: int
     pages: Segments | None = None
-    index: Tensor | None = field(init=False, default=None)
-    inverse: Tensor | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        if list(self.order) != sorted(self.order):
-            [self.index] = on_device([np.array(self.order)], self.near.data.device)
-            self.inverse = self.index.argsort()
+        self.put_order(self.order, self.near.data.device)
 
     def part(self, head: int, heads: int) -> "LayerSegments":
         """A view of `heads` heads from `head` on, of a layer whose heads are all anchors."""
         values, keys = self.values.part(head, heads), self.keys.part(head, heads)
         sizes = self.sink_size, self.recent_size, self.ring_size
         return LayerSegments(tuple(range(heads)), heads, values, keys, self.near, *sizes)
-
-    def stored(self, states: Tensor) -> Tensor:
-        """[H_kv, ..] by head -> in storage order."""
-        return states if self.index is None else states[self.index]
-
-    def by_head(self, states: Tensor) -> Tensor:
-        """[H_kv, ..] in storage order -> by head."""
-        return states if self.inverse is None else states[self.inverse]
 
     def proximal_runs(self, length: int) -> list[tuple[int, int, int]]:
         """Where the proximal keys of the last of `length` tokens are in `near`.

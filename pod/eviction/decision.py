@@ -71,6 +71,7 @@ class Decision:
                 f"are always kept: {self.protected} last ones and {most} sinks of blocks of several layers. Raise "
                 "budget, or convert the model with a smaller sink_size"
             )
+        self._sinks_of: dict[tuple[int, tuple[int, ...]], Tensor] = {}  # of a layer's heads, on the device
         self.begin()
 
     def begin(self) -> None:
@@ -81,9 +82,9 @@ class Decision:
     def seen(self, layer: int, q: Tensor, positions: Tensor, scale: float) -> Window:
         """Of a forward's queries [B, H, T, D] at [B, T] those that will be looked at; more are not grouped (copied)."""
         last = q.shape[2] if self.method.carries else self._window
-        order = self.units.orders[layer]
-        queries = q[:, :, -last:].unflatten(1, (len(order), -1)).transpose(0, 1)
-        return Window(queries[list(order[: self.units.num_anchors[layer]])], positions[:, -last:], scale)
+        queries = q[:, :, -last:].unflatten(1, (len(self.units.orders[layer]), -1)).transpose(0, 1)
+        anchors = self.units.index(layer, q.device)[: self.units.num_anchors[layer]]
+        return Window(queries[anchors], positions[:, -last:], scale)
 
     def select_rows(self, rows: Tensor) -> None:
         """Keep the rows `rows` [n] int64, in that order."""
@@ -221,7 +222,10 @@ class Decision:
 
     def _forced(self, layer: int, heads: tuple[int, ...], held: Tensor, newest: Tensor) -> Tensor:
         """[B, A, N] what is always kept: the last tokens, and sinks of units of several layers."""
-        sinks = held.new_tensor([self.sinks[layer, head] for head in heads])[:, None]
+        if (layer, heads) not in self._sinks_of:
+            sinks = [[self.sinks[layer, head]] for head in heads]
+            self._sinks_of[layer, heads] = torch.tensor(sinks, device=held.device)
+        sinks = self._sinks_of[layer, heads]
         return (held >= 0) & ((held < sinks) | (held > newest[:, None, None] - self.protected))
 
     def _allocated(self, stage: Stage, newest: Tensor) -> list[list[int]]:
@@ -271,7 +275,7 @@ class Decision:
         if not evicts:
             return
         forced = self._forced(layer, table.heads, held, newest)
-        counts = _counts(table.budgets, held.device)
+        counts = table.budget_counts()
         if is_settled and self.method.when == 1:
             over = (held >= 0).sum(dim=-1) > counts
             given_up = torch.arange(held.shape[2], device=held.device) == lowest(scores, held, forced)[..., None]

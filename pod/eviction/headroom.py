@@ -1,5 +1,8 @@
 """Slots beyond what is held: for the tokens up to `max_length` where that is known, else none at first, then an eighth.
 
+All segments get the same number more, so that they are full at the same step: an eighth of what they hold on average.
+Places for own keys grow with them, by as many, up to what a row and head can need.
+
 A method that evicts at every step never holds more than its budget: its slots are for that, once and for all.
 """
 
@@ -39,17 +42,18 @@ class Headroom:
             for count, more in zip(counts, needed, strict=True)
         ]
 
-    def grown(self, counts: list[int], new: int, length: int) -> list[int]:
-        """Slots of a unit's rows that hold `counts` tokens and get `new` more, which make it `length` seen."""
-        more = new + (self.after(length) or max(counts) // 8)
-        return [self._whole(count + more) for count in counts]
+    def grown(self, held: list[list[int]], new: int, length: int) -> list[list[int]]:
+        """Slots of units' rows that hold so many tokens and get `new` more, which make it `length` seen."""
+        mean = sum(map(sum, held)) // sum(map(len, held))
+        more = new + (self.after(length) or mean // 8)
+        return [[self._whole(count + more) for count in unit] for unit in held]
 
-    def near(self, held: int, least: int, widest: int, length: int) -> int:
-        """Places for own keys beside each other: `held` at most, `least` empty ones; the unit has `widest` slots."""
+    def near(self, held: int, widest: int, length: int, more: int = 0) -> int:
+        """Places for own keys: `held` at most, and at least `more` to come; the largest unit has `widest` slots."""
         headroom = self.after(length)
         if headroom is None:
-            headroom = self.most_near if self.every else (held // 8 + 1) * least
-        return max(held + least, min(self.most_near, widest, held + headroom))
+            headroom = self.most_near if self.every else 0
+        return max(held, min(self.most_near, widest, held + max(headroom, more)))
 
     def _whole(self, size: int) -> int:
         return size if self.quantization is None else self.quantization.rounded(size)

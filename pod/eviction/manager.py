@@ -21,6 +21,7 @@ from pod.eviction.headroom import Headroom
 from pod.eviction.near import Layer
 from pod.eviction.units import Unit, Units
 from pod_kernels import Quantization, packed_attention
+from pod_kernels.backend import runs_triton
 from pod_kernels.repacking import Chosen
 
 FLAGS = ("is_frozen", "is_settled", "decoded", "added")
@@ -93,6 +94,32 @@ class EvictingStorage:
         for name, value in facts["flags"].items():
             setattr(self, name, value)
 
+    def place_of_a_step(self) -> tuple | None:
+        """Where all lies that a step of decoding reads and writes; None where a CUDA graph cannot repeat one."""
+        # A step that evicts is none like the next, a quantised layer is made full anew at every step, and storage that
+        # is full moves.
+        if self.evicts_at_steps or self.units.headroom.quantization is not None or self.units.is_full:
+            return None
+        if not runs_triton(self.units.layers[0].values.data):
+            return None
+        workspace = None if self.workspace is None else self.workspace.data_ptr()
+        return (workspace, *(storage.data_ptr() for storage in self.storages()))
+
+    def host_state(self) -> tuple:
+        """What the host counts of the tokens stored."""
+        return self.step, self.decoded, self.added, self.units.rooms()
+
+    def set_host_state(self, state: tuple) -> None:
+        """Put back what `host_state` said."""
+        self.step, self.decoded, self.added, rooms = state
+        self.units.set_rooms(rooms)
+
+    def advance(self) -> None:
+        """Count one token more in every row, which a CUDA graph stores."""
+        self.decoded += 1
+        self.added += 1
+        self.units.set_rooms([room - 1 for room in self.units.rooms()])
+
     def open_prefill(self) -> None:
         """The forwards up to `close_prefill` are one prefill."""
         self.in_prefill = True
@@ -130,6 +157,8 @@ class EvictingStorage:
         self.acts = not self.is_frozen and not self.is_decoding
         if not self.in_prefill:
             self.decision.begin()
+        if self.count == 1 and not step.is_first:
+            self.units.make_room_for_one(step.length)
 
     def finish(self) -> None:
         """The forward is through all layers."""
@@ -157,7 +186,7 @@ class EvictingStorage:
         step, anchors = self.step, self.units.num_anchors[layer]
         newest = step.positions[:, -1]
         stored_k, stored_v = self._ordered(k, layer), self._ordered(v, layer)
-        seen = self.decision.seen(layer, q.detach(), step.positions, scale)
+        seen = self.decision.seen(layer, q.detach(), step.positions, scale) if self.acts and anchors else None
         with self.units.in_full(layer):
             if not self.is_direct:
                 recent = self.config.recent_size - 1
@@ -175,13 +204,13 @@ class EvictingStorage:
                     self.chosen |= zip(self.units.of(layer)[:anchors], decided[0], strict=True)
                 units = self.units.of(layer)
                 chosen = [self.chosen[unit] for unit in units]
-                self.units.store(layer, stored_k, stored_v, step.positions, chosen)
+                self.units.store(layer, stored_k, stored_v, step.positions, step.length, chosen)
                 for unit in units:
                     if self.decision.last_layer[unit] == layer:
                         del self.chosen[unit]
             elif not self.is_decoding:
                 if self.count > 1:
-                    self.units.tidy_near(layer, newest)
+                    self.units.tidy_near(layer, newest, step.length)
                 if self.acts and not self.in_prefill and anchors:
                     self.decision.of_slots(layer, newest)
             if self.acts and not self.in_prefill:
@@ -226,13 +255,13 @@ class EvictingStorage:
     def _ordered(self, new: Tensor, layer: int) -> Tensor:
         """[B, H_kv, T, D] -> [H_kv, B, T, D] in storage order, a view where that is the order of the heads."""
         new, order = new.detach().transpose(0, 1), self.units.orders[layer]
-        return new if order == tuple(range(len(order))) else new[list(order)]
+        return new if order == tuple(range(len(order))) else new[self.units.index(layer, new.device)]
 
     def _settle(self, layer: int, newest: Tensor, length: int) -> None:
         """Evict from the units whose last layer is at most `layer` and which hold more than they may."""
         changes = self.decision.excess(layer, newest, length)
         if changes:
-            self.units.repack(changes, newest, self.config.recent_size - 1)
+            self.units.repack(changes, newest, self.config.recent_size - 1, length)
 
     def _end_prefill(self) -> None:
         """Forget what only a prefill needs."""

@@ -23,7 +23,7 @@ class Layer(PackedLayer):
 
     Attributes:
         headroom: how many places for own keys are allocated.
-        near_room: places that every row and head has empty at least.
+        near_room: places that every row and head has empty at least; below 0 where tokens took those of older ones.
     """
 
     headroom: Headroom = field(kw_only=True)
@@ -34,46 +34,56 @@ class Layer(PackedLayer):
         """How far behind the newest token own keys are kept, so that cropped ones need not be computed again."""
         return self.headroom.most_near - self.sink_size - 1
 
-    def add_near(self, keys: Tensor, positions: Tensor, slots: Tensor, before: Tensor) -> None:
+    def add_near(self, keys: Tensor, positions: Tensor, slots: Tensor) -> None:
         """Own keys of new tokens; several queries need all old ones until they are through (`tidy_near`).
 
         Args:
             keys: [S, B, T, D].
             positions: [B, T], -1 for padding.
             slots: [S, B, T], of the values.
-            before: [B] tokens before these.
         """
         positions = positions.expand(slots.shape)
-        if slots.shape[2] > 1:
+        if slots.shape[2] > 1 or not self.near_keys.shape[2]:
             self.near_keys = torch.cat([self.near_keys, keys], dim=2)
             self.near_positions = torch.cat([self.near_positions, positions.int()], dim=2)
             self.near_slots = torch.cat([self.near_slots, slots.int()], dim=2)
             return
-        self.take_place(before)
+        self.near_room -= 1
         is_sink = (self.near_positions >= 0) & (self.near_positions < self.sink_size)
         place = self.near_positions.masked_fill(is_sink, torch.iinfo(torch.int32).max).argmin(dim=-1, keepdim=True)
         self.near_positions.scatter_(2, place, positions.int())
         self.near_slots.scatter_(2, place, slots.int())
         self.near_keys.scatter_(2, place[..., None].expand(*place.shape, keys.shape[-1]), keys)
 
-    def take_place(self, before: Tensor) -> None:
-        """See to a place for one more token's own key, while there may be more of them; [B] tokens before it."""
-        if self.near_room < 1 and self.near_keys.shape[2] < min(self.headroom.most_near, self._widest):
-            self.tidy_near(before - 1, least=1)
-        self.near_room -= 1
+    @property
+    def is_near_full(self) -> bool:
+        """One more token's own key needs a place that is not there yet."""
+        heads, _, places, _ = self.near_keys.shape
+        return heads > 0 and self.near_room < 1 and places < self.headroom.most_near and places < self._widest
 
-    def tidy_near(self, newest: Tensor, least: int = 0) -> None:
-        """Keep the own keys that a token after the `newest` [B] can need, and `least` empty places."""
-        self.pack_near(self.near_keys, self.near_positions, self.near_slots, newest, self.reach, least)
+    def widen_near(self, room: int, length: int) -> None:
+        """See to empty places for `room` more tokens, while there may be more of them; `length` are seen."""
+        places = self.near_keys.shape[2]
+        held = places - max(0, self.near_room)
+        short = self.headroom.near(held, self._widest, length, room) - places
+        if short > 0:
+            self.near_positions = pad(self.near_positions, (0, short), value=-1)
+            self.near_slots = pad(self.near_slots, (0, short))
+            self.near_keys = pad(self.near_keys, (0, 0, 0, short))
+            self.near_room = places + short - held
+
+    def tidy_near(self, newest: Tensor, length: int) -> None:
+        """Keep the own keys that a token after the `newest` [B] can need; rows have `length` tokens at most."""
+        self.pack_near(self.near_keys, self.near_positions, self.near_slots, newest, self.reach, length)
 
     def pack_near(
-        self, keys: Tensor, positions: Tensor, slots: Tensor, newest: Tensor, reach: int, least: int = 0
+        self, keys: Tensor, positions: Tensor, slots: Tensor, newest: Tensor, reach: int, length: int
     ) -> None:
-        """Keep of own keys [S, B, M, D] the sinks and those at most `reach` behind the newest, and `least` places."""
+        """Keep of own keys [S, B, M, D] the sinks and those at most `reach` behind the newest, as `tidy_near`."""
         keep = (positions >= 0) & (slots >= 0)
         keep &= (positions < self.sink_size) | (positions >= newest[:, None] - reach)
         most = int(keep.sum(dim=-1).max()) if keep.numel() else 0
-        capacity = self.headroom.near(most, least, self._widest, int(newest.max()) + 1)
+        capacity = self.headroom.near(most, self._widest, length)
         order = torch.where(keep, positions, torch.iinfo(positions.dtype).max).argsort(dim=-1, stable=True)
         order = order[..., :capacity]
         short = capacity - order.shape[-1]
@@ -84,17 +94,16 @@ class Layer(PackedLayer):
         self.near_keys = pad(packed, (0, 0, 0, short)).contiguous()
         self.near_room = capacity - most
 
-    def relink(self, held: list[Tensor], newest: Tensor, reach: int | None) -> None:
+    def relink(self, held: list[Tensor], newest: Tensor, reach: int | None, length: int) -> None:
         """Find the slots of own keys again, and drop those whose token is gone.
 
         Args:
             held: for each of the S heads the positions [B, N] of its slots.
             newest: [B].
             reach: as `pack_near`; None as far as `tidy_near` keeps them.
+            length: above every position.
         """
-        positions = self.near_positions.long()
-        # Tables of other heads may have tokens of this forward that `newest` leaves out, or lack the newest one.
-        spare = max(int(positions.max()), *(int(row.max()) for row in held)) + 1
+        positions, spare = self.near_positions.long(), length
         slots = torch.empty_like(positions)
         for place, row in enumerate(held):
             found = torch.full((row.shape[0], spare + 1), -1, device=row.device)
@@ -102,7 +111,7 @@ class Layer(PackedLayer):
             found.scatter_(1, torch.where(row < 0, spare, row), index)
             found[:, spare] = -1
             slots[place] = found.gather(1, torch.where(positions[place] < 0, spare, positions[place]))
-        self.pack_near(self.near_keys, positions, slots, newest, self.reach if reach is None else reach)
+        self.pack_near(self.near_keys, positions, slots, newest, self.reach if reach is None else reach, length)
 
     @property
     def _widest(self) -> int:

@@ -3,10 +3,11 @@
 Legend: B rows, A units, N slots of the largest, S slots of all.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pod_kernels import Segments
@@ -41,14 +42,21 @@ class Table:
     has_holes: bool = False
     new_slots: Tensor | None = None
     condemned: Tensor | None = None
+    _on_device: tuple[list[list[int]], Tensor] | None = field(init=False, default=None)  # budgets, and as a tensor
 
-    def positions(self, units: list[int] | slice = slice(None)) -> Tensor:
+    def positions(self, units: Sequence[int] | None = None) -> Tensor:
         """[B, A, N] int64, -1 where a slot is empty; of some units, when told."""
-        return self.slots.padded(-1)[units, ..., 0].transpose(0, 1).long()
+        return _some(self.slots.padded(-1)[..., 0], units).transpose(0, 1).long()
 
-    def carried(self, units: list[int] | slice = slice(None)) -> Tensor:
+    def carried(self, units: Sequence[int] | None = None) -> Tensor:
         """[B, A, N] float32, the scores; of some units, when told."""
-        return self.scores.padded(0)[units, ..., 0].transpose(0, 1)
+        return _some(self.scores.padded(0)[..., 0], units).transpose(0, 1)
+
+    def budget_counts(self) -> Tensor:
+        """[B, A] int64, the budgets on the device."""
+        if self._on_device is None or self._on_device[0] is not self.budgets:
+            self._on_device = self.budgets, torch.tensor(self.budgets, device=self.slots.data.device).t()
+        return self._on_device[1]
 
     def live(self) -> Tensor:
         """[A, B] int64, tokens of each."""
@@ -107,6 +115,11 @@ class Table:
     def facts(self) -> dict[str, Any]:
         """What else there is to know, as JSON."""
         return {name: getattr(self, name) for name in FACTS}
+
+
+def _some(rows: Tensor, chosen: Sequence[int] | None) -> Tensor:
+    """Some of the first dimension's; a list as an index would be copied to the device."""
+    return rows if chosen is None else torch.stack([rows[index] for index in chosen])
 
 
 def _views(segments: Segments) -> Iterator[tuple[tuple[slice, slice, slice], Tensor]]:

@@ -7,6 +7,8 @@
   that says which position each slot holds. Where capacities agree, attention reads them as one rectangle.
 - Evicting after a prefill packs anew, in order of position, and frees. Evicting at a step marks slots as empty and the
   next token is written there, so decoding allocates no storage, and slots are in no order.
+- The host counts how much room is left (`Table.room`, `Layer.near_room`), so that a step reads nothing back. Storage
+  that grows for one token grows in all layers before the first of them attends: until it is full again, nothing moves.
 - With quantization a layer's keys and values are at rest in fewer bits (`pod_kernels.quantized`) and are made full
   while the layer attends; capacities are then multiples of its groups. What an eviction repacks is quantised anew.
 - Keys, values, positions and (for methods that carry them) scores make up `nbytes`, capacity included.
@@ -16,6 +18,7 @@ Legend: B rows, H_kv KV heads, A units anchored in a layer, T tokens of a forwar
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import torch
@@ -63,12 +66,19 @@ class Units:
         self.anchors: list[list[int]] = config.blocks.anchors.tolist()
         self.layers: list[Layer | None] = [None] * len(orders)
         self.tables: dict[int, Table] = {}
+        self._indices: dict[int, Tensor] = {}  # of `index`
         self._attending: int | None = None  # the layer that is full, with quantization
         self._resting: dict[tuple[int, str], QuantizedSegments] = {}  # what it was made full from
 
     def of(self, layer: int) -> list[Unit]:
         """The units of a layer's heads, in storage order."""
         return [(self.anchors[layer][head], head) for head in self.orders[layer]]
+
+    def index(self, layer: int, device: torch.device) -> Tensor:
+        """[H_kv] int64, the KV heads of a layer in storage order, where they can index without being copied there."""
+        if layer not in self._indices:
+            self._indices[layer] = torch.tensor(self.orders[layer], device=device)
+        return self._indices[layer]
 
     def places(self, layer: int) -> list[tuple[Table, int]]:
         """Of each of a layer's heads, in storage order, its unit's table and place there."""
@@ -158,13 +168,16 @@ class Units:
 
     # ------------------------------------------------------------------ tokens into slots
 
-    def store(self, layer: int, keys: Tensor, values: Tensor, positions: Tensor, chosen: list[Chosen]) -> None:
+    def store(
+        self, layer: int, keys: Tensor, values: Tensor, positions: Tensor, length: int, chosen: list[Chosen]
+    ) -> None:
         """Copy what is chosen of a layer's first tokens.
 
         Args:
             layer: its index; the tables of its units are there.
             keys, values: [H_kv, B, T, D] in storage order.
             positions: [B, T].
+            length: the longest row.
             chosen: of each head, in storage order.
         """
         anchors = self.num_anchors[layer]
@@ -179,7 +192,7 @@ class Units:
             for own, one in zip(slots, chosen[anchors:], strict=True):
                 own[one.rows, one.sources] = one.slots
             reach = self.recent_size - 1
-            stored.pack_near(keys[anchors:], positions.expand(slots.shape), slots, positions[:, -1], reach)
+            stored.pack_near(keys[anchors:], positions.expand(slots.shape), slots, positions[:, -1], reach, length)
 
     def append(self, layer: int, keys: Tensor, values: Tensor, step, reach: int | None) -> None:
         """Give the tokens of this forward slots, and write keys and values there.
@@ -195,7 +208,7 @@ class Units:
             self._make_room(layer, step, reach)
         if self.layers[layer] is None:
             self.layers[layer] = self._empty_layer(layer, keys, values)
-        if count == 1 and runs_triton(values):
+        if count == 1 and not step.is_first and runs_triton(values):
             self._append_one(layer, keys, values, step)
             return
         stored, table = self.layers[layer], self.tables.get(layer)
@@ -222,7 +235,7 @@ class Units:
             if self._scores_of_new(table) is not None:
                 table.scores.write(table.new_slots, torch.zeros_like(positions, dtype=torch.float32), real)
         if others is not None:
-            stored.add_near(keys[anchors:], step.positions, others, step.before)
+            stored.add_near(keys[anchors:], step.positions, others)
 
     def _append_one(self, layer: int, keys: Tensor, values: Tensor, step) -> None:
         """The same of one token in each row, by one kernel."""
@@ -230,7 +243,7 @@ class Units:
 
         stored, table, slots = self.layers[layer], self.tables.get(layer), self._new_slots(layer)
         if slots is not None:
-            stored.take_place(step.before)
+            stored.near_room -= 1
         held = scores = None
         if table is not None:
             held, scores = table.slots, self._scores_of_new(table)
@@ -268,22 +281,78 @@ class Units:
             one.put(table.slots, index, positions[one.rows, one.sources, None].int())
             one.put(table.scores, index, scores[one.rows, index, one.sources, None])
 
+    @property
+    def is_full(self) -> bool:
+        """One more token in every row needs storage that is not there yet."""
+        layers = filter(None, self.layers)
+        return any(table.room < 1 for table in self.tables.values()) or any(layer.is_near_full for layer in layers)
+
+    def rooms(self) -> list[int]:
+        """What the host counts down with every token: the room of each table, and for own keys of each layer."""
+        tables = [table.room for table in self.tables.values()]
+        return tables + [layer.near_room for layer in self.layers if layer is not None and len(layer.near_keys)]
+
+    def set_rooms(self, rooms: list[int]) -> None:
+        """Put back what `rooms` said, of the same tables and layers."""
+        left = iter(rooms)
+        for table in self.tables.values():
+            table.room = next(left)
+        for layer in self.layers:
+            if layer is not None and len(layer.near_keys):
+                layer.near_room = next(left)
+
+    def make_room_for_one(self, length: int) -> None:
+        """Storage for one more token in every row, the longest of which gets `length`; in all layers at once."""
+        if not self.is_full:
+            return
+        if any(table.room < 1 for table in self.tables.values()):
+            self._grow(list(self.tables), 1, length)
+        room = min(table.room for table in self.tables.values())
+        for layer in filter(None, self.layers):
+            layer.widen_near(room, length)
+
     def _make_room(self, layer: int, step, reach: int | None) -> None:
         """Slots for the tokens of this forward; several need them in order of position."""
         table, (batch, count) = self.tables.get(layer), step.positions.shape
         if table is None:
             anchors = self.num_anchors[layer]
-            sizes = [self.headroom.grown([0] * batch, count, step.length)] * anchors
             held, budgets = ([[number] * batch for _ in range(anchors)] for number in (0, self.method.budget))
+            sizes = self.headroom.grown(held, count, step.length)
             self._new_table(layer, sizes, step.positions, held, budgets, has_scores=self.method.carries)
+        elif count > 1 and table.has_holes:
+            chosen = [Chosen.of(held >= 0, held) for held in table.positions().unbind(dim=1)]
+            sizes = self.headroom.grown([one.counts for one in chosen], count, step.length)
+            changes = zip(chosen, sizes, strict=True)
+            changes = {(layer, head): change for head, change in zip(table.heads, changes, strict=True)}
+            self.repack(changes, step.before - 1, reach, step.length)
+        elif table.room < count:
+            self._grow([layer], count, step.length)
+
+    def _grow(self, anchors: list[int], count: int, length: int) -> None:
+        """More slots for the units anchored in some layers; what they hold stays in the slots where it is."""
+        tables = [self.tables[anchor] for anchor in anchors]
+        held = torch.cat([table.live() for table in tables]).tolist()
+        wanted = iter(zip(held, self.headroom.grown(held, count, length), strict=True))
+        for anchor, table in zip(anchors, tables, strict=True):
+            table.held, wider = map(list, zip(*islice(wanted, len(table.heads)), strict=True))
+            sizes = [list(map(max, *pair)) for pair in zip(table.slots.sizes, wider, strict=True)]
+            table.slots = table.slots.resized(sizes, fill=-1)
+            if table.scores is not None:
+                table.scores = table.scores.resized(sizes)
+            self._resize(anchor, "keys", sizes)
+            table.count_room()
+        for index, layer in enumerate(self.layers):
+            if layer is not None:
+                self._resize(index, "values", [table.slots.sizes[place] for table, place in self.places(index)])
+
+    def _resize(self, layer: int, name: str, sizes: list) -> None:
+        """Give a layer's keys or values capacities that are no smaller, and what they were made full from."""
+        segments, resting = getattr(self.layers[layer], name), self._resting.get((layer, name))
+        if segments.sizes == tuple(map(tuple, sizes)):
             return
-        if table.room >= count and not (count > 1 and table.has_holes):
-            return
-        changes = {}
-        for head, held in zip(table.heads, table.positions().unbind(dim=1), strict=True):
-            chosen = Chosen.of(held >= 0, held)
-            changes[layer, head] = chosen, self.headroom.grown(chosen.counts, count, step.length)
-        self.repack(changes, step.before - 1, reach)
+        setattr(self.layers[layer], name, segments.resized(sizes))
+        if resting is not None:
+            self._resting[layer, name] = resting.resized(sizes)
 
     def _new_table(
         self,
@@ -321,21 +390,22 @@ class Units:
         known = {"sink_size": self.sink_size, "recent_size": self.recent_size, "headroom": self.headroom}
         return Layer(self.orders[layer], self.num_anchors[layer], values, keys, **near, **known)
 
-    def tidy_near(self, layer: int, newest: Tensor) -> None:
+    def tidy_near(self, layer: int, newest: Tensor, length: int) -> None:
         """After several queries, the last of them at `newest` [B], keep the own keys that a later one can need."""
         stored = self.layers[layer]
         if stored.near_keys.shape[0]:
-            stored.tidy_near(newest)
+            stored.tidy_near(newest, length)
 
     # ------------------------------------------------------------------ fewer tokens
 
-    def repack(self, changes: dict[Unit, Change], newest: Tensor, reach: int | None) -> None:
+    def repack(self, changes: dict[Unit, Change], newest: Tensor, reach: int | None, length: int) -> None:
         """Give units new slots: what was chosen of their tokens, in order, in as many slots as said.
 
         Args:
             changes: by unit.
             newest: [B] the newest token that all of their layers have.
             reach: how far behind it own keys are kept; None as far as they may be cropped.
+            length: the longest row.
         """
         for anchor in {anchor for anchor, _ in changes}:
             table, layer = self.tables[anchor], self.layers[anchor]
@@ -360,7 +430,8 @@ class Units:
             self._put_to_rest(index)
             if layer.near_keys.numel():
                 places = self.places(index)[layer.num_anchors :]
-                layer.relink([table.positions([place])[:, 0] for table, place in places], newest, reach)
+                held = [table.positions([place])[:, 0] for table, place in places]
+                layer.relink(held, newest, reach, length)
 
     def drop_condemned(self) -> bool:
         """Mark slots that a step gives up as empty, and own keys that lie apart with them; whether it gave up any."""

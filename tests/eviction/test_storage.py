@@ -141,7 +141,7 @@ def test_a_prefill_in_chunks_keeps_what_one_piece_keeps(method, which):
     parts = pod.PodCache(model.config, eviction=method, max_length=60)
     fed(model, whole, ids)
     with parts.prefill():
-        fed(model, parts, ids, chunks=(20, 1, 2, 22))
+        fed(model, parts, ids, chunks=(1, 19, 1, 2, 22))
         assert parts.positions(0).shape[2] == 45  # nothing is evicted before the end
     for layer in range(5):
         assert torch.equal(whole.positions(layer), parts.positions(layer))
@@ -284,6 +284,31 @@ def test_a_per_step_method_without_max_length_allocates_once():
         for step in range(25):
             fed(model, cache, tokens(2, 1, seed=step))
             assert [storage.data_ptr() for storage in cache.storages()] == held
+
+
+@pytest.mark.parametrize("method", [PyramidKV(40, window=4), AdaKV(40, window=4), Ragged(40)], ids=repr)
+def test_storage_grows_in_all_layers_at_once(method):
+    model, moved, held = build(anchors=ANCHORS), [], []
+    cache = pod.PodCache(model.config, eviction=method)
+    ids, mask = left_padded((80, 70))
+    fed(model, cache, ids, mask)
+    most_near = model.config.sink_size + model.config.recent_size + cache.crop_slack
+    for step in range(15):
+        units = cache._evicting.units
+        before = [storage.data_ptr() for storage in cache.storages() if storage.numel()]
+        counts = [count for table in units.tables.values() for head in table.live().tolist() for count in head]
+        mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+        fed(model, cache, tokens(2, 1, seed=step), mask)
+        slots = [size for table in units.tables.values() for head in table.slots.sizes for size in head]
+        if before != [storage.data_ptr() for storage in cache.storages() if storage.numel()]:
+            moved.append(step)
+            # Not an eighth of each: where heads or layers hold different numbers, small ones would soon be full again.
+            more = sum(counts) // len(counts) // 8 + 1
+            assert slots == [count + more for count in counts]
+            held.append(more)
+        for layer in filter(None, units.layers):
+            assert layer.near_keys.shape[2] <= min(most_near, max(map(max, layer.values.sizes)))
+    assert moved == [sum(held[:index]) for index in range(len(moved))] and 3 <= len(moved) <= 4
 
 
 @pytest.mark.parametrize("max_length", [None, 16384 + 8])

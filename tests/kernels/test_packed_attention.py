@@ -117,3 +117,16 @@ def test_packed_segments():
     assert torch.equal(segments.view(segments.pieces(0)[0])[1], padded[1, :, :4])
     with pytest.raises(ValueError, match="different capacities"):
         _ = segments.rectangle
+
+
+@pytest.mark.parametrize("sizes", [((3, 1, 2), (5, 4, 4)), ((2, 2, 2), (2, 2, 2)), ()], ids=["ragged", "even", "none"])
+def test_wider_segments_hold_the_same_in_the_same_slots(sizes):
+    old = Segments.packed(sizes, 3, 2, dtype=torch.float32, device="cpu")
+    old.data.copy_(torch.arange(old.data.numel()).view_as(old.data))
+    wider = tuple(tuple(size + head + row for row, size in enumerate(rows)) for head, rows in enumerate(sizes))
+    new = old.resized(wider, fill=-1)
+    assert new.sizes == wider and len(new.data) == sum(map(sum, wider))
+    for head, rows in enumerate(sizes):
+        for row, size in enumerate(rows):
+            assert torch.equal(new.run(head, row)[:size], old.run(head, row))
+            assert (new.run(head, row)[size:] == -1).all()
