@@ -125,9 +125,17 @@ def test_where_there_is_no_graph(monkeypatch):
 @needs_gpu
 @pytest.mark.parametrize("tau", [None, 0.4])
 def test_generate_by_a_graph_equals_generate_without(tau, monkeypatch, recwarn):
+    monkeypatch.setenv("POD_ATTENTION_BACKEND", "fused")  # plain torch's steps are in no graph
     model = tiny().cuda()
     options = {"max_length": 60, "tau": tau}
-    logits, cache, _ = generated(model, 40, monkeypatch, **options)
+    captured = []
+
+    def capture(step):
+        captured.append(step)
+        return graph.cuda_capture(step)
+
+    logits, cache, _ = generated(model, 40, monkeypatch, capture, **options)
+    assert captured
     assert not [warning for warning in recwarn if "CUDA graph" in str(warning.message)]
     monkeypatch.setenv("POD_CUDA_GRAPH", "0")
     expected, plain, _ = generated(model, 40, monkeypatch, **options)
