@@ -110,7 +110,7 @@ def savings_table(similarity: Tensor) -> str:
 
 def save_similarity(similarity: Tensor, path: str | Path) -> None:
     """Write a similarity tensor [H_kv, L, L], whole or not at all, with its sha256."""
-    similarity = similarity.contiguous()
+    similarity = similarity.cpu().contiguous()
     with replacing(path) as aside:
         save_file({"similarity": similarity}, aside, {"sha256": _digest(similarity)})
 

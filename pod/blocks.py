@@ -315,14 +315,15 @@ class LayerBlocks:
         from matplotlib.ticker import MaxNLocator
 
         palette = [colormaps["tab10"](index)[:3] for index in (0, 1, 2, 3, 4, 5, 6, 8, 9)]  # 7 is grey
-        picture = torch.full((self.num_kv_heads, self.num_layers, 3), 0.88)
+        picture = torch.full((self.num_kv_heads, self.num_layers, 3), 0.88, device="cpu")
         dots: list[tuple[int, int]] = []
         for head, sizes in enumerate(self.sizes):
             layer = 0
             for size in sizes:
                 if size > 1:
                     # Neighbours differ because colours are taken in turn, over all heads.
-                    picture[head, layer : layer + size] = torch.tensor(palette[len(dots) % len(palette)])
+                    colour = palette[len(dots) % len(palette)]
+                    picture[head, layer : layer + size] = torch.tensor(colour, device="cpu")
                     dots.append((layer, head))
                 layer += size
 

@@ -38,6 +38,23 @@ class Step:
     in_prefill: bool
     masks: Masks = field(default_factory=dict)
     read: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    _near: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    # Finding indices waits for the device: once in a forward, not in each of its layers.
+
+    @cached_property
+    def real(self) -> tuple[Tensor, Tensor]:
+        """Rows and columns, [n] int64 each, of the tokens that are no padding."""
+        return (self.positions >= 0).nonzero(as_tuple=True)
+
+    def near(self, sink_size: int, ring_size: int) -> tuple[Tensor, Tensor]:
+        """Rows and columns, [n] int64 each, of the tokens that are sinks or among their row's last `ring_size`."""
+        key = sink_size, ring_size
+        if key not in self._near:
+            last = self.positions[:, -1:]
+            kept = (self.positions < sink_size) | (self.positions > last - ring_size)
+            self._near[key] = ((self.positions >= 0) & kept).nonzero(as_tuple=True)
+        return self._near[key]
 
     @cached_property
     def real(self) -> Tensor | None:

@@ -92,6 +92,7 @@ class KeepingStorage:
         self.step: Step | None = None
         self.capacity = 0
         self.stats = SkipStats()
+        self._heads: dict[int, Tensor] = {}
 
     # ------------------------------------------------------------------ what the cache asks
 
@@ -144,7 +145,7 @@ class KeepingStorage:
 
     def select_rows(self, rows: Tensor) -> None:
         """Keep the rows `rows` [n] int64, in that order; the cache counts them already."""
-        self._rebuild(lambda old, new: new.copy_(old[:, rows]), rows.tolist())
+        self._rebuild(lambda old, new: new.copy_(old[:, rows]), None if self.quantization is None else rows.tolist())
 
     def crop(self, lengths: Tensor, removed: int) -> None:
         """Forget the positions from `lengths` [B] on: they are overwritten, but pages have their keys in them."""
@@ -202,7 +203,8 @@ class KeepingStorage:
         self._reserve(step.length, k)
         segments = self.segments[layer]
         if self.shares_kv and segments.num_anchors < k.shape[1]:
-            k, v = k[:, self.orders[layer]], v[:, self.orders[layer]]
+            heads = self._kept_heads(layer, k.device)
+            k, v = k[:, heads], v[:, heads]
         if self.quantization is not None:
             segments = self.full = replace(segments, values=segments.values.full(), keys=segments.keys.full())
         is_plain = self.quantization is None and segments.pages is None
@@ -295,6 +297,12 @@ class KeepingStorage:
             shape = self.num_kv_heads, q.shape[0], self.groups, 1, self.capacity
             self.workspace = torch.empty(shape, dtype=torch.float32, device=q.device)
         return self.workspace
+
+    def _kept_heads(self, layer: int, device: torch.device) -> Tensor:
+        """The heads that a layer stores, in that order, as an index: a tuple would go to the device at every use."""
+        if layer not in self._heads or self._heads[layer].device != device:
+            self._heads[layer] = torch.tensor(self.orders[layer], dtype=torch.long, device=device)
+        return self._heads[layer]
 
     def _anchor_keys(self, layer: int, head: int) -> tuple[Segments, int]:
         anchor = self.anchors[layer][head]
@@ -392,7 +400,7 @@ def _write(part: Segments, new: Tensor, step: Step) -> None:
         # lands in its last slot is overwritten before it is read.
         data[:, torch.arange(new.shape[1], device=new.device), step.positions[:, 0]] = new[:, :, 0]
     else:
-        rows, columns = (step.positions >= 0).nonzero(as_tuple=True)
+        rows, columns = step.real
         data[:, rows, step.positions[rows, columns]] = new[:, rows, columns]
 
 
@@ -413,7 +421,5 @@ def _write_near(segments: LayerSegments, new: Tensor, step: Step) -> None:
         rows = torch.arange(new.shape[1], device=new.device)
         data[:, rows, segments.near_slots(positions[:, 0])] = new[:, :, 0]
         return
-    last = positions[:, -1:]
-    kept = (positions >= 0) & ((positions < segments.sink_size) | (positions > last - segments.ring_size))
-    rows, columns = kept.nonzero(as_tuple=True)
+    rows, columns = step.near(segments.sink_size, segments.ring_size)
     data[:, rows, segments.near_slots(positions[rows, columns])] = new[:, rows, columns]

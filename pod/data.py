@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from lightning import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -239,7 +238,7 @@ class PodDataModule(LightningDataModule):
             sampler=sampler,
             num_workers=self.num_workers,
             collate_fn=collate,
-            pin_memory=torch.cuda.is_available(),
+            pin_memory=self._pins(),
             drop_last=True,
             worker_init_fn=_outlive_interrupt,
         )
@@ -270,9 +269,13 @@ class PodDataModule(LightningDataModule):
             shuffle=False,
             num_workers=self.num_workers,
             collate_fn=collate,
-            pin_memory=torch.cuda.is_available(),
+            pin_memory=self._pins(),
             worker_init_fn=_outlive_interrupt,
         )
+
+    def _pins(self) -> bool:
+        """Whether batches go to a GPU. Pinning takes memory of the GPU too, which a run on the CPU leaves alone."""
+        return self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
 
     def _in_flight(self) -> int:
         """Batches that Lightning has taken but whose step is not done: 1 when a checkpoint is written during a step."""

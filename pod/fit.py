@@ -106,7 +106,8 @@ class StepsBar(TQDMProgressBar):
         if not trainer.fit_loop._should_accumulate():
             bar = self.train_progress_bar
             bar.update(trainer.global_step - bar.n)
-            bar.set_postfix(self.get_metrics(trainer, module))
+            if trainer._logger_connector.should_update_logs:  # reading them waits for the device
+                bar.set_postfix(self.get_metrics(trainer, module))
 
     def on_exception(self, *_) -> None:
         for bar in filter(None, (self._val_progress_bar, self._train_progress_bar)):

@@ -296,7 +296,13 @@ class PodForCausalLM:
         cache = kwargs.get("past_key_values")
         if next_sequence_length is None and getattr(cache, "fed_before", 0):
             next_sequence_length, cache.fed_before = input_ids.shape[1] - cache.fed_before, 0
-        return super().prepare_inputs_for_generation(input_ids, next_sequence_length, **kwargs)
+        inputs = super().prepare_inputs_for_generation(input_ids, next_sequence_length, **kwargs)
+        tokens = inputs.get("input_ids")
+        is_step = self._in_generate and tokens is not None and tokens.shape[1] == 1
+        if is_step and isinstance(cache, PodCache) and cache.get_seq_length() and not kwargs.get("is_first_iteration"):
+            # Only a prompt has padding; to look for it in a step would be to wait for the device.
+            inputs["attention_mask"] = None
+        return inputs
 
     def forward(
         self,

@@ -157,6 +157,11 @@ class PodModule(lightning.LightningModule):
         """The ranks that share a sequence with this one; None when each rank has its own."""
         return getattr(self._trainer.strategy, "sequence_group", None) if self._trainer is not None else None
 
+    @property
+    def _root_device(self) -> torch.device:
+        """Where this process trains. The module's own `device` does not know while a checkpoint is read."""
+        return self.device if self._trainer is None else self._trainer.strategy.root_device
+
     def _shard(self, length: int) -> SequenceShard | None:
         return None if self.sequence_group is None else SequenceShard(length, self.sequence_group)
 
@@ -216,7 +221,7 @@ class PodModule(lightning.LightningModule):
             Logits [n, vocab] that foretell the rank's own ones, their ids [n], and the number of all.
         """
         targets, count = self._targets(batch["input_ids"].masked_fill(~batch["answers"], IGNORED))
-        marked = targets != IGNORED
+        marked = (targets != IGNORED).nonzero(as_tuple=True)  # a mask as an index is found anew at each use
         return self.model.lm_head(hidden_states[marked]), targets[marked], count
 
     def distillation(
@@ -273,29 +278,39 @@ class PodModule(lightning.LightningModule):
         # What loggers go by: one too many where a run goes on from another's end that was a moment to validate.
         self.trainer.fit_loop.epoch_loop._batches_that_stepped = self.trainer.global_step
 
+    def _is_logged(self) -> bool:
+        """Whether the micro-batch at hand is the last of an optimiser step of which the loggers are told.
+
+        What is told is read back from the device, which has to be waited for.
+        """
+        return not self.trainer.fit_loop._should_accumulate() and self.trainer._logger_connector.should_update_logs
+
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        # One line a step: gradient norm before clipping, learning rate, speed.
-        if self.trainer.fit_loop._should_accumulate():
-            return  # DeepSpeed is asked to step after every micro-batch
+        # One line a logged step: gradient norm before clipping, learning rate, speed since the line before.
+        if not self._is_logged():  # DeepSpeed is asked to step after every micro-batch
+            return
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
-        seconds = time.perf_counter() - self._clock
+        # Always read at this point of a step: where the device is behind, it is so by as much each time.
+        now = time.perf_counter()
+        seconds, self._clock = now - self._clock, now
         groups = (self.trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
-        tokens = groups * self._tokens  # of all processes
+        tokens, self._tokens = groups * self._tokens, 0  # of all processes
         values = {"lr": optimizer.param_groups[0]["lr"], "tokens_per_second": tokens / max(seconds, 1e-9)}
-        if gradients:
-            values["grad_norm"] = nn.utils.get_total_norm(gradients)
         peak = self._peak_flops()
         if peak:
             flops = values["tokens_per_second"] * self.flops_per_token()
             values["flops_utilisation"] = flops / (peak * self.trainer.world_size)
+        # As tensors on the CPU, where they came from: Lightning would put numbers on the device.
+        values = {name: torch.tensor(value, dtype=torch.float32, device="cpu") for name, value in values.items()}
+        if gradients:
+            values["grad_norm"] = nn.utils.get_total_norm(gradients)
         self.log_dict(values, prog_bar=False)
-        self.log("tok/s", float(values["tokens_per_second"]), prog_bar=True, logger=False)
-        self._clock, self._tokens = time.perf_counter(), 0
+        self.log("tok/s", values["tokens_per_second"], prog_bar=True, logger=False)
 
     def on_train_batch_end(self, outputs: Any, batch: dict[str, Tensor], index: int) -> None:
         # DeepSpeed keeps the gradients to itself, and knows their norm when the step is done.
         norm = getattr(self.trainer.strategy, "global_grad_norm", None)
-        if norm is not None and not self.trainer.fit_loop._should_accumulate():
+        if norm is not None and self._is_logged():
             self.log("grad_norm", norm())
 
     def flops_per_token(self) -> float:
@@ -389,6 +404,8 @@ class PodModule(lightning.LightningModule):
             state = checkpoint["state_dict"]
             checkpoint["state_dict"] = {name: value for name, value in state.items() if name not in left_out}
         checkpoint["rng_state"] = torch.get_rng_state()
+        if self._root_device.type == "cuda":  # dropout draws there
+            checkpoint["cuda_rng_state"] = torch.cuda.get_rng_state(self._root_device)
         checkpoint["accumulate"] = self.trainer.accumulate_grad_batches
 
     def _names(self, trained: bool) -> set[str]:
@@ -417,6 +434,8 @@ class PodModule(lightning.LightningModule):
                 counts.update({name: done + count - counts["ready"] for name, count in counts.items()})
         if "rng_state" in checkpoint:
             torch.set_rng_state(checkpoint["rng_state"].cpu())
+        if "cuda_rng_state" in checkpoint and self._root_device.type == "cuda":
+            torch.cuda.set_rng_state(checkpoint["cuda_rng_state"].cpu(), self._root_device)
 
 
 def _shape(parameter: nn.Parameter) -> tuple[int, ...]:

@@ -309,7 +309,7 @@ def _divergence_sums(rows: Tensor) -> Tensor:
         a zero diagonal.
     """
     num_layers, num_heads, num_rows, num_keys = rows.shape
-    sums = torch.zeros(num_heads, num_layers, num_layers, dtype=torch.float64)
+    sums = torch.zeros(num_heads, num_layers, num_layers, dtype=torch.float64, device="cpu")
     chunk = max(1, _SCRATCH_BYTES // (num_layers * num_heads * num_rows * rows.element_size()))
     for start in range(0, num_keys, chunk):
         part = rows[..., start : start + chunk]

@@ -1,6 +1,7 @@
 """What all tests share: no network, one thread, as tensors this small are slower on several, and no need of a GPU."""
 
 import os
+from collections.abc import Iterator
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub
 
@@ -14,3 +15,12 @@ if not torch.cuda.is_available():
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def exact_float32() -> Iterator[None]:
+    """A GPU's float32 products are float32's. pytest's own patch would delete what torch has no attribute for."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)

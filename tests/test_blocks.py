@@ -393,13 +393,16 @@ def test_anchors_are_a_copy():
     assert blocks.anchors.tolist() == [[0], [0]]
 
 
-def test_made_on_the_cpu_inside_a_device_context():
+def test_made_on_the_cpu_inside_a_device_context(tmp_path):
     # from_pretrained builds models, and so their blocks, with "meta" as the default device.
     with torch.device("meta"):
         blocks = LayerBlocks([[0], [0], [2]])
         assert (blocks.num_blocks, blocks.sizes, blocks.is_dense) == (2, [[2, 1]], False)
         assert LayerBlocks.dense(3, 1).is_dense
+        blocks.plot(tmp_path / "inside.png")
     assert LayerBlocks(blocks.anchors) == blocks
+    blocks.plot(tmp_path / "outside.png")
+    assert (tmp_path / "inside.png").read_bytes() == (tmp_path / "outside.png").read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from functools import cache as memoized
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM, set_seed
 
 import pod
@@ -784,3 +785,86 @@ def test_backward_through_stored_tokens_is_refused():
         assert loss.requires_grad
         with pytest.raises(RuntimeError, match="use_cache=False"):
             loss.backward()
+
+
+# On a GPU the host must not wait for the device where it need not: it has the next layers' kernels to start.
+
+
+class Waits(TorchFunctionMode):
+    """Notes what would make the host wait for a GPU: reading a tensor, finding indices, a list as an index."""
+
+    READS = ("item", "tolist", "nonzero", "masked_select", "__bool__", "__int__", "__float__", "__index__", "cpu")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        name = getattr(function, "__name__", "")
+        if name in self.READS or function is torch.tensor:
+            self.found.append(name)
+        elif name in ("__getitem__", "__setitem__"):
+            parts = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(isinstance(part, list | tuple | range) for part in parts):
+                self.found.append(f"{name} of a list")
+            if any(isinstance(part, Tensor) and part.dtype == torch.bool for part in parts):
+                self.found.append(f"{name} of a mask")
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    """The waits of each forward of the models' layers and of what the cache does for it, one list each."""
+    forwards: list[list[str]] = []
+
+    def watched(self, *args, forward=pod.model.PodModel.forward, **kwargs):
+        with Waits() as mode:
+            output = forward(self, *args, **kwargs)
+        forwards.append(mode.found)
+        return output
+
+    monkeypatch.setattr(pod.model.PodModel, "forward", watched)
+    return forwards
+
+
+@pytest.mark.parametrize("share", ["scores", "keys", "kv"])
+@pytest.mark.parametrize("lengths", [(9, 9), (9, 4)], ids=["even", "padded"])
+def test_a_step_of_generate_waits_for_nothing(share, lengths, waits):
+    model = build(share=share)
+    real = torch.arange(9) >= 9 - torch.tensor(lengths)[:, None]
+    options = {"max_new_tokens": 5, "do_sample": False, "past_key_values": pod.PodCache(model.config, max_length=16)}
+    model.generate(tokens(2, 9), attention_mask=real.long(), **options)
+    assert len(waits) == 5 and "__bool__" in waits[0]  # the prompt's mask is looked at
+    assert waits[1:] == [[]] * 4
+
+
+def test_the_places_of_a_padded_prompt_are_found_once(waits):
+    real = torch.arange(9) >= 9 - torch.tensor([9, 4])[:, None]
+    for anchors in (ANCHORS, ANCHORS[:2]):
+        model = build(anchors=anchors)
+        with torch.no_grad():
+            model(tokens(2, 9), attention_mask=real.long(), past_key_values=pod.PodCache(model.config))
+    assert [found.count("nonzero") for found in waits] == [2, 2]  # for values and anchors' keys, and for the rings
+
+
+def test_padding_in_a_continued_prompt_of_one_token_is_still_refused():
+    """A turn of `generate` on a filled cache begins with a prompt: its mask says what is padding."""
+    model = build()
+    cache, ids = pod.PodCache(model.config), tokens(2, 9)
+    with torch.no_grad():
+        model(ids[:, :8], past_key_values=cache)
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[1, 8] = 0
+    with pytest.raises(ValueError, match="row 1 of attention_mask is all padding"):
+        model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=2, do_sample=False)
+
+
+def test_rows_are_moved_without_reading_where_to(monkeypatch):
+    """Beam search moves them at every step. Quantised groups are told apart on the host."""
+    model = build()
+    cache = pod.PodCache(model.config)
+    with torch.no_grad():
+        model(tokens(3, 9), past_key_values=cache)
+    with Waits() as mode:
+        cache.reorder_cache(torch.tensor([2, 0, 1]))
+    assert [name for name in mode.found if name != "tensor"] == []

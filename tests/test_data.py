@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import lightning
 import numpy as np
@@ -459,6 +460,16 @@ def test_a_position_of_smaller_steps_moves_on_to_a_whole_one(prepared, saved, go
     assert loader.state_dict() == {"epoch": 0, "samples": goes_on}
     order = np.random.default_rng((3, goes_on == 20)).permutation(21).tolist()
     assert sum(first_tokens(loader), []) == order[goes_on % 20 : 20]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_batches_are_pinned_for_a_gpu_alone(prepared, device, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # a run on the CPU beside a GPU leaves it alone
+    data = module(prepared)
+    strategy = SimpleNamespace(root_device=torch.device(device))
+    data.trainer = SimpleNamespace(strategy=strategy, distributed_sampler_kwargs=None, accumulate_grad_batches=1)
+    for loader in (data.train_dataloader(), data.val_dataloader()):
+        assert loader.pin_memory == (device == "cuda:0")
 
 
 def test_a_position_is_that_of_the_last_whole_step(prepared):

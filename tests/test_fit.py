@@ -1,6 +1,7 @@
 """Training on one process, end to end: fit, kill and resume, export, generate."""
 
 import csv
+import itertools
 import json
 import math
 import multiprocessing
@@ -16,6 +17,7 @@ import zipfile
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import lightning
 import numpy as np
@@ -31,7 +33,7 @@ from pod.blocks import LayerBlocks
 from pod.checkpoints import is_whole, last_checkpoint
 from pod.data import PodDataModule
 from pod.export import export, load_checkpoint, measured, rebuild
-from pod.fit import fit, has_wandb_key, loggers, main
+from pod.fit import StepsBar, fit, has_wandb_key, loggers, main
 from pod.module import PodModule
 from pod.prepared import PreparedDataset
 from pod.recipe import RecipeError
@@ -112,6 +114,51 @@ def test_fit_writes_what_it_says(trained):
     logged = ("train_loss", "lr", "grad_norm", "tokens_per_second", "val_loss", "val_bits_per_byte", "val_passkey")
     for column in (*logged, "gate/layer_0", "gate/layer_2"):
         assert any(row[column] for row in rows), column
+
+
+def test_the_device_is_asked_for_numbers_at_logged_steps_only(prepared, tmp_path, monkeypatch):
+    """Numbers of the host stay on the host; the speed is that of all steps since the line before."""
+    logged, shown, log, metrics = [], [], PodModule.log, StepsBar.get_metrics
+    monkeypatch.setattr(
+        PodModule, "log", lambda self, name, value, **rest: (logged.append(value), log(self, name, value, **rest))
+    )
+    monkeypatch.setattr(
+        StepsBar,
+        "get_metrics",
+        lambda self, trainer, module: shown.append(trainer.global_step) or metrics(self, trainer, module),
+    )
+    ticks = itertools.count()
+    monkeypatch.setattr("pod.module.time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+    changes = ["trainer.max_steps=5", "trainer.log_every=2", "trainer.validate_every=100"]
+    fit(load_recipe([f"recipe={recipe_file(tmp_path, prepared)}", *changes]))
+    assert logged and all(isinstance(value, torch.Tensor) and value.device.type == "cpu" for value in logged)
+    assert shown[:2] == [2, 4] and set(shown[2:]) <= {5}  # the rest is Lightning's, at the end of an epoch
+    rows = csv.DictReader((tmp_path / "run" / "logs" / "version_0" / "metrics.csv").open())
+    speeds = {int(row["step"]): float(row["tokens_per_second"]) for row in rows if row["tokens_per_second"]}
+    assert speeds == {1: 2 * 1024, 3: 2 * 1024}  # the clock ticks once a line
+
+
+def test_the_state_of_a_gpus_random_numbers_is_kept(monkeypatch):
+    """Dropout on a GPU draws from the GPU's own generator. A run on the CPU asks for none."""
+    module = PodModule(model_config=CONFIG)
+    state, given = torch.arange(16, dtype=torch.uint8), []
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: state)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda *arguments: given.append(arguments))
+    saved = {}
+    for name in ("cpu", "cuda:1"):
+        strategy = SimpleNamespace(root_device=torch.device(name), sequence_group=None)
+        module._trainer = SimpleNamespace(strategy=strategy, accumulate_grad_batches=1)
+        saved[name] = {}
+        module.on_save_checkpoint(saved[name])
+        rest = {key: value for key, value in saved[name].items() if key != "accumulate"}
+        module.on_load_checkpoint(rest)
+    assert "cuda_rng_state" not in saved["cpu"]
+    assert [(*map(str, where), torch.equal(what, state)) for what, *where in given] == [("cuda:1", True)]
+    # What a GPU wrote, a CPU goes on from; and the other way round.
+    module.on_load_checkpoint({"rng_state": saved["cpu"]["rng_state"]})
+    module._trainer.strategy.root_device = torch.device("cpu")
+    module.on_load_checkpoint({name: saved["cuda:1"][name] for name in ("rng_state", "cuda_rng_state")})
+    assert len(given) == 1
 
 
 def test_a_step_of_more_micro_batches_is_resumed(prepared, tmp_path):

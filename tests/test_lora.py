@@ -1,5 +1,7 @@
 """LoRA: what is trained and written, what a merged model computes; distillation with and without it."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
@@ -72,7 +74,8 @@ def steps(module, count=3, lr=0.05):
 def written(module):
     """The checkpoint that Lightning would write, as far as the module decides."""
     checkpoint = {"state_dict": module.state_dict(), "hyper_parameters": dict(module.hparams), "global_step": 3}
-    module._trainer = type("Trainer", (), {"accumulate_grad_batches": 1})
+    strategy = SimpleNamespace(root_device=torch.device("cpu"))
+    module._trainer = SimpleNamespace(accumulate_grad_batches=1, strategy=strategy)
     module.on_save_checkpoint(checkpoint)
     module._trainer = None
     return checkpoint

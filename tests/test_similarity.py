@@ -283,6 +283,14 @@ def test_refuses_scores_that_are_not_finite():
         attention_similarity(model, [tokens(1, 9)], 2, progress=False)
 
 
+def test_the_same_inside_a_device_context():
+    """With another default device the sums stay on the CPU. "meta" stands for a GPU: its numbers cannot be read."""
+    model, batch = tiny_model(), tokens(1, 9)
+    with torch.device("meta"):
+        inside = attention_similarity(model, [batch], 2, progress=False)
+    assert torch.equal(inside, attention_similarity(model, [batch], 2, progress=False))
+
+
 def test_plot_similarity(tmp_path):
     similarity = torch.rand(KV_HEADS, LAYERS, LAYERS, generator=torch.Generator().manual_seed(0))
     common = torch.tensor([[0, 0], [0, 0], [2, 2], [3, 3], [3, 3]])

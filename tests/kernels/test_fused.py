@@ -508,8 +508,7 @@ class TestOnGpu:
         assert_half(leaves, sink_size=sizes[0], recent_size=sizes[1])
 
     @pytest.mark.parametrize("spans", ["none", "lengths", "documents"])
-    def test_float32(self, spans: str, poisoned, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    def test_float32(self, spans: str, poisoned, exact_float32) -> None:
         length = 1500
         ids = torch.full((3, length), -1)
         ids[0, :700], ids[0, 700:], ids[1, 100:130], ids[1, 130:] = 0, 1, 4, 5
@@ -522,14 +521,12 @@ class TestOnGpu:
         assert_reference(leaves, sink_size=16, recent_size=200, **options)
 
     @pytest.mark.parametrize("window_only", [True, False], ids=["window", "causal"])
-    def test_without_a_distant_source(self, window_only: bool, poisoned, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    def test_without_a_distant_source(self, window_only: bool, poisoned, exact_float32) -> None:
         leaves = make_leaves(1500, (4, 2), dim=64, device="cuda")[:3]
         assert_reference(leaves, sink_size=16, recent_size=200, window_only=window_only)
 
     @pytest.mark.parametrize("length", [1, 17, 65, 100, 127, 128, 129])
-    def test_short(self, length: int, poisoned, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    def test_short(self, length: int, poisoned, exact_float32) -> None:
         assert_reference(make_leaves(length, dim=64, device="cuda"), sink_size=3, recent_size=7)
 
     def test_the_same_input_gives_the_same_bits(self) -> None:

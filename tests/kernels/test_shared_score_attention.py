@@ -617,8 +617,7 @@ class TestOnGpu:
 
     @pytest.mark.parametrize("kv_heads", [1, 2, 8], ids=lambda n: f"Hkv{n}")
     @pytest.mark.parametrize("length", lengths_around(4, 28), ids=lambda n: f"T{n}")
-    def test_float32(self, length: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    def test_float32(self, length: int, kv_heads: int, exact_float32) -> None:
         leaves = make_leaves(length, kv_heads, batch=2, device="cuda")
         options = {"sink_size": 4, "recent_size": 28, "lengths": torch.tensor([length, length // 2], device="cuda")}
         truth = run(reference.shared_score_attention, leaves, "scores", **options)
