@@ -57,7 +57,7 @@ class Step:
         return self._near[key]
 
     @cached_property
-    def real(self) -> Tensor | None:
+    def counts(self) -> Tensor | None:
         """[B] int64, the new tokens of each row that are no padding; None where none is padding in any row."""
         return None if self.even else (self.positions >= 0).sum(dim=1)
 
@@ -81,7 +81,7 @@ class Step:
             sink_size=config.sink_size,
             recent_size=config.recent_size,
             scale=scale,
-            lengths=self.real,
+            lengths=self.counts,
         )
 
 

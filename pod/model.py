@@ -220,7 +220,6 @@ class PodForCausalLM:
 
     pod_base: type[PreTrainedModel]
     _in_generate = False
-    _in_prefill = False
     _graphs: StepGraphs | None = None  # of the `generate` call that is running
 
     def __init__(self, config: PreTrainedConfig) -> None:
@@ -274,13 +273,10 @@ class PodForCausalLM:
 
     def _prefill(self, input_ids, generation_config, model_kwargs, is_first_iteration=True):
         cache = model_kwargs.get("past_key_values")
-        in_one_piece = cache is None or generation_config.prefill_chunk_size is None  # nothing has to wait
-        outer, self._in_prefill = self._in_prefill, True
-        try:
-            with nullcontext() if in_one_piece else cache.prefill():
-                return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
-        finally:
-            self._in_prefill = outer
+        if cache is None or generation_config.prefill_chunk_size is None:  # in one piece: nothing has to wait
+            return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
+        with cache.prefill():
+            return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
 
     def _assisted_decoding(self, input_ids, logits_processor, stopping_criteria, generation_config, *args, **kwargs):
         # It begins with all ids, whatever the cache holds, and those would be fed a second time.
@@ -330,8 +326,6 @@ class PodForCausalLM:
                 logits = self._step_by_graph(input_ids, position_ids, past_key_values)
                 if logits is not None:
                     return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)
-        if is_step and past_key_values is not None and not self._in_prefill:
-            attention_mask = None  # every row's new token is real: looking that up would wait for the device
         return super().forward(
             input_ids=input_ids,
             attention_mask=attention_mask,
