@@ -15,16 +15,17 @@ A random model of 8 layers with 70 % of the keys shared; on a GPU in Llama-3-8B'
     prefill     the prompt by the same three; and a cascade's strides in one layer against causal attention to all
     end-to-end  `generate`: a prompt and 32 new tokens
 
-Each by torch's operations and, on a GPU, by the fused kernels. The works take turns, round after round, and a ratio is
-the median over the rounds of one's time by the other's in the same round: a busy machine slows all alike. On a GPU,
-time is between two CUDA events, the L2 cache emptied before; decoding and storing are replays of a CUDA graph, and the
-page says where they could not be captured. Where a work's operations or bytes are known, its rate is printed too, with
-its share of what a large product or copy reached in the same run. Where only attention or storing is measured the cache
-is filled with random keys and values, without running the model.
+Each by torch's operations and, on a GPU, by the fused kernels, attention also by cuDNN. The works take turns, round
+after round, and a ratio is the median over the rounds of one's time by the other's in the same round: a busy machine
+slows all alike. On a GPU, time is between two CUDA events, the L2 cache emptied before; decoding and storing are
+replays of a CUDA graph, and the page says where they could not be captured. Where a work's operations or bytes are
+known, its rate is printed too, with its share of what a large product or copy reached in the same run. Where only
+attention or storing is measured the cache is filled with random keys and values, without running the model.
 
 Writes speed-SUITE.json after every measurement, then speed.md, and prints it; at its end are the lines of
 `pod_kernels.winners` and the goals. What fails is said there, the rest is measured, and the exit status is 1. `--suite
-all` runs each suite in a process of its own: an error that leaves a GPU unusable costs one suite.
+all` runs each suite in a process of its own: an error that leaves a GPU unusable costs one suite, of which the rest is
+measured without the fused kernels and cuDNN.
 """
 
 import argparse
