@@ -5,14 +5,17 @@ Every result equals the CPU's, no tensor is on the wrong device, and the host wa
 
 import copy
 import os
+from dataclasses import replace
 
 import pytest
 import torch
-from pretended_gpu import CALLED, WAITS, Graph
+from pretended_gpu import CALLED, EMULATED, PROPERTIES, WAITS, Graph
 from test_model import left_padded, tiny_model
 
 import pod
-from pod_kernels import shared_score_attention
+from pod.evaluation import speed_works
+from pod.evaluation.speed_setting import Setting
+from pod_kernels import shared_score_attention, winners
 
 METHODS = [
     "snapkv:budget=12,window=4",
@@ -162,6 +165,28 @@ def test_composed_attention(dtype, flash, placement, monkeypatch):
         torch.testing.assert_close(one, other, atol=1e-5 if dtype == torch.float32 else 0.1, rtol=0)
     called = ("_flash_attention_backward", "_scaled_dot_product_cudnn_attention_backward")
     assert [CALLED[name] > 0 for name in called] == [dtype == torch.bfloat16, flash == "cuDNN"]
+
+
+def test_speed_of_attention_by_flash_attention_and_by_cudnn(monkeypatch):
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16, "num_attention_heads": 8}
+    setting = Setting("cuda", torch.float16, rounds=1, recent=24, eviction=(), shape=sizes, sinks=4)
+    monkeypatch.setattr(speed_works, "dense_attentions", lambda *_: {})
+    backward = "_scaled_dot_product_cudnn_attention_backward"
+    # What an earlier measurement said is not what "PoD" is.
+    shapes = winners.ShapeClass(PROPERTIES.name, 2, 16, 0, True)
+    monkeypatch.setitem(winners.WINNERS, shapes, winners.Winner("composed", "2000-01-01", "0000000", "cuDNN"))
+    CALLED.clear()
+    found = speed_works.attention_training(setting, 64)
+    assert set(found.seconds) >= {"PoD", "PoD, cuDNN"} and "POD_FLASH_IMPLEMENTATION" not in os.environ
+    assert CALLED[backward] == 2 * 2  # causal squares of the first run and of one round
+
+    def refuse(*args, **kwargs):
+        raise RuntimeError("no engine")
+
+    monkeypatch.setitem(EMULATED, backward, refuse)
+    found = speed_works.attention_training(setting, 64)
+    assert "PoD" in found.seconds and found.left_out["PoD, cuDNN"] == "RuntimeError: no engine"
+    assert "PoD, cuDNN" not in speed_works.attention_training(replace(setting, dtype=torch.float32), 64).seconds
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)

@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from pod.evaluation import report
 from pod_kernels.attention import BACKEND_VARIABLE
+from pod_kernels.flash import FLASH_VARIABLE
 
 OPERATIONS, BYTES = "TFLOP/s", "GB/s"
 SCALE = {OPERATIONS: 1e12, BYTES: 1e9}
@@ -197,19 +198,29 @@ def captured(work: Callable[[], object]) -> tuple[Callable[[], object], str | No
     return graph.replay, None
 
 
-def by(backend: str, work: Callable[[], object]) -> Callable[[], object]:
-    """The work with attention and the cache's functions run by this backend."""
+def by(backend: str, work: Callable[[], object], flash: str | None = None) -> Callable[[], object]:
+    """The work with attention and the cache's functions run by this backend.
+
+    Args:
+        backend: of `pod_kernels`.
+        work: what to run.
+        flash: what runs the composed backend's pieces, as POD_FLASH_IMPLEMENTATION names it. None: what that says, and
+            torch's own where it is not set, as what won an earlier measurement is to be measured by its name.
+    """
 
     def run() -> None:
-        before = os.environ.get(BACKEND_VARIABLE)
-        os.environ[BACKEND_VARIABLE] = backend
+        chosen = os.environ.get(FLASH_VARIABLE, "") if flash is None else flash
+        meanwhile = {BACKEND_VARIABLE: backend, FLASH_VARIABLE: chosen}
+        before = {name: os.environ.get(name) for name in meanwhile}
+        os.environ.update(meanwhile)
         try:
             work()
         finally:
-            if before is None:
-                del os.environ[BACKEND_VARIABLE]
-            else:
-                os.environ[BACKEND_VARIABLE] = before
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
 
     return run
 

@@ -1,0 +1,333 @@
+"""What `eval/speed.py` measures: a function for each thing, of a `Setting` and a length, and the suites of them."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+
+import pod
+from pod.evaluation import timing
+from pod.evaluation.dense_attention import FLASH, dense_attentions
+from pod.evaluation.filled_cache import attend, fill, new_cache, received, write
+from pod.evaluation.speed_setting import (
+    DENSE,
+    KV_HEADS,
+    LAYERS,
+    STOCK,
+    Setting,
+    by_backends,
+    random_ids,
+    random_models,
+)
+from pod.evaluation.timing import BYTES, OPERATIONS, Measured, Works, by
+from pod_kernels import shared_score_attention
+from pod_kernels.flash import CUDNN
+
+CASCADES = (2048, 8192)  # budgets; at most half of the tokens stored before, so that they are full
+# One update of a cache is too short to be timed, and a cascade's differ from token to token.
+UPDATES = 16
+UPDATED_BYTES = 2**30  # of the dense cache that a GPU updates
+NEW_TOKENS = 32
+SHORTEST = 64  # tokens
+TAU = 0.7
+POD_CUDNN = "PoD, cuDNN"
+
+
+def _attention(setting: Setting, length: int, training: bool) -> Measured:
+    batch = setting.batch or 1
+    queries = (batch, setting.heads, length, setting.head_dim)
+    keys = (batch, KV_HEADS, length, setting.head_dim)
+    inputs = [setting.random(*size, requires_grad=training) for size in (queries, keys, keys, queries, keys)]
+    grad = setting.random(*queries)
+
+    def work(run: Callable[..., Tensor], used: int) -> None:
+        tensors = inputs[:used]
+        with torch.set_grad_enabled(training):
+            out = run(*tensors)
+        if training:
+            torch.autograd.grad(out, tensors, grad)
+
+    sizes = {"sink_size": setting.sinks, "recent_size": setting.recent}
+    ours = partial(work, partial(shared_score_attention, **sizes), 5)
+    works = by_backends(setting, "PoD", ours)
+    if setting.device == "cuda" and setting.has_kernels and setting.dtype != torch.float32:  # cuDNN has no float32
+        works[POD_CUDNN] = by("composed", ours, CUDNN)
+    names = list(works)
+    works |= {name: partial(work, run, 3) for name, run in dense_attentions(setting.device, True).items()}
+    label = f"attention at {length}, {'forward and backward' if training else 'forward'}"
+    seconds, left_out, notes = setting.measured(works, label)
+    pairs = [(name, other) for name in names for other in works if other not in names]
+    # Two products per pair forward, five backward; one of the two sources' logits for each pair.
+    operations = (7 if training else 2) * 2 * setting.head_dim * batch * setting.heads * length * (length + 1) / 2
+    return Measured(seconds, pairs, dict.fromkeys(works, (operations, OPERATIONS)), left_out, notes)
+
+
+def attention_forward(setting: Setting, length: int) -> Measured:
+    """Shared-score attention of a sample, all heads sharing, against dense causal attention."""
+    return _attention(setting, length, training=False)
+
+
+def attention_training(setting: Setting, length: int) -> Measured:
+    """The same with its backward."""
+    return _attention(setting, length, training=True)
+
+
+def step(model: PreTrainedModel, cache: Cache, batch: int) -> Callable[[], object]:
+    """One step of decoding."""
+    token = torch.ones(batch, 1, dtype=torch.long, device=model.device)
+    return lambda: model(token, past_key_values=cache)
+
+
+def decoding_rows(setting: Setting, length: int) -> int:
+    """Rows that decode together: on a GPU as many as have half a million tokens."""
+    return setting.batch or (max(1, 2**19 // length) if setting.device == "cuda" else 1)
+
+
+def filled(setting: Setting, model: PreTrainedModel, batch: int, length: int, **options: Any) -> pod.PodCache:
+    """A cache that keeps every token and holds `length` random ones."""
+    cache = pod.PodCache(model.config, setting.room(length), **options)
+    fill(cache, model, batch, length)
+    return cache
+
+
+def decode(setting: Setting, length: int) -> Measured:
+    """One token with `length` tokens in the cache."""
+    works, batch, models = {}, decoding_rows(setting, length), random_models(setting, length)
+    for name in ("PoD", DENSE):
+        cache = filled(setting, models[name], batch, length)
+        works |= by_backends(setting, name, step(models[name], cache, batch))
+    graphs = list(works)
+    cache = new_cache(models[STOCK], length)
+    fill(cache, models[STOCK], batch, length)
+    works[STOCK] = step(models[STOCK], cache, batch)
+    seconds, left_out, notes = setting.measured(works, f"decode at {length}", graphs)
+    pairs = [("PoD" + kind, other) for kind in setting.backends for other in (DENSE + kind, STOCK)]
+    return Measured(seconds, pairs, left_out=left_out, notes=notes)
+
+
+def decode_attention(setting: Setting, length: int) -> Measured:
+    """The attention of one token in all layers, and nothing else, against dense attention to as many keys."""
+    batch, models = decoding_rows(setting, length), random_models(setting, length, is_whole=False)
+    new, works, amounts = setting.states(batch, 1), {}, {}
+    for name in ("PoD", DENSE):
+        cache = filled(setting, models[name], batch, length)
+        mine = by_backends(setting, name, partial(attend, cache, models[name], *new))
+        works |= mine
+        amounts |= dict.fromkeys(mine, (cache.nbytes(), BYTES))
+    stored = [setting.random(2, batch, KV_HEADS, length, setting.head_dim) for _ in range(LAYERS)]
+
+    def dense(run: Callable[..., Tensor]) -> None:
+        for k, v in stored:
+            run(new[0], k, v)
+
+    others = {name: partial(dense, run) for name, run in dense_attentions(setting.device, False).items()}
+    works |= others
+    amounts |= dict.fromkeys(others, (sum(one.nbytes for one in stored), BYTES))
+    seconds, left_out, notes = setting.measured(works, f"decode attention at {length}", works)
+    pairs = [("PoD" + kind, other) for kind in setting.backends for other in (DENSE + kind, *others)]
+    return Measured(seconds, pairs, amounts, left_out, notes)
+
+
+def decode_attention_skipping(setting: Setting, length: int) -> Measured:
+    """The attention of one token in all layers with early skip, against the same without.
+
+    The queries of every second KV head look at their own token alone, the others at all tokens alike.
+    """
+    batch, model = decoding_rows(setting, length), random_models(setting, length, is_whole=False)["PoD"]
+    q, k, v = setting.states(batch, 1)
+    looking = torch.nn.functional.normalize(setting.random(batch, KV_HEADS // 2, 1, setting.head_dim), dim=-1)
+    root = setting.head_dim**0.5
+    k[:, ::2] = looking * 40  # the logit, far above the logarithm of the tokens
+    q.unflatten(1, (KV_HEADS, -1))[:, ::2] = looking[:, :, None] * root
+    names, caches, works, amounts = ("PoD", f"PoD, tau={TAU}"), {}, {}, {}
+    for name, tau in zip(names, (None, TAU), strict=True):
+        caches[name] = filled(setting, model, batch, length, tau=tau)
+        works |= by_backends(setting, name, partial(attend, caches[name], model, q, k, v))
+    label = f"decode attention with tau at {length}"
+    seconds, left_out, notes = setting.measured(works, label, works)
+    stats, whole = caches[names[1]].stats, caches[names[0]].nbytes()
+    unread = stats.unread_values / max(1, stats.distant_values)
+    distant = max(0, length - setting.sinks - setting.recent) * batch * setting.head_dim * setting.dtype.itemsize
+    shared = int((~model.config.blocks.is_anchor).sum())
+    left = whole - unread * distant * shared
+    for kind in setting.backends:
+        amounts |= {names[0] + kind: (whole, BYTES), names[1] + kind: (left, BYTES)}
+    notes.append(
+        f"With tau = {TAU}, {stats.skipped / max(1, stats.decisions):.0%} of the query heads of shared scores skipped, "
+        f"and {unread:.0%} of their distant values were not read: the bytes alone make {left / whole:.3g} of the time."
+    )
+    pairs = [(names[1] + kind, names[0] + kind) for kind in setting.backends]
+    return Measured(seconds, pairs, amounts, left_out, notes, left / whole)
+
+
+def decode_after_eviction(setting: Setting, length: int) -> Measured:
+    """One token after a prompt of `length` tokens, most of them dropped, and after a quarter of it."""
+    works: Works = {}
+    batch, method = setting.batch or 1, setting.eviction[0]
+    model = random_models(setting, length)["PoD"]
+    names = [f"after {prompt:,}" for prompt in (length, length // 4)]
+    for name, prompt in zip(names, (length, length // 4), strict=True):
+        cache = pod.PodCache(model.config, setting.room(prompt), pod.eviction.parse(method))
+        model(random_ids(model, batch, prompt), past_key_values=cache, logits_to_keep=1)
+        works |= by_backends(setting, name, step(model, cache, batch))
+    seconds, left_out, notes = setting.measured(works, f"{method} after {length}", works)
+    pairs = [(names[0] + kind, names[1] + kind) for kind in setting.backends]
+    return Measured(seconds, pairs, left_out=left_out, notes=notes)
+
+
+def decode_attention_after_eviction(setting: Setting, length: int) -> Measured:
+    """The attention of one token in all layers after a prompt of which most is dropped, against the full cache."""
+    batch, model = decoding_rows(setting, length), random_models(setting, length, is_whole=False)["PoD"]
+    prompt, new = setting.states(1, length), setting.states(batch, 1)
+    works: Works = {}
+    amounts = {}
+    for method in (None, *setting.eviction):
+        if method is None:
+            cache = filled(setting, model, batch, length)
+        else:
+            cache = pod.PodCache(model.config, setting.room(length), pod.eviction.parse(method))
+            attend(cache, model, *prompt)
+            cache.batch_repeat_interleave(batch)  # rows alike, each with its own memory
+        mine = by_backends(setting, method or "PoD", partial(attend, cache, model, *new))
+        works |= mine
+        amounts |= dict.fromkeys(mine, (cache.nbytes(), BYTES))
+    del prompt
+    seconds, left_out, notes = setting.measured(works, f"decode attention after {length}", works)
+    pairs = [("PoD" + kind, method + kind) for method in setting.eviction for kind in setting.backends]
+    return Measured(seconds, pairs, amounts, left_out, notes)
+
+
+def prefill(setting: Setting, length: int) -> Measured:
+    """A prompt of `length` tokens."""
+    works, batch = {}, setting.batch or 1
+    for name, model in random_models(setting, length).items():
+        ids = random_ids(model, batch, length)
+
+        def work(model=model, ids=ids) -> None:
+            model(ids, past_key_values=new_cache(model, length), logits_to_keep=1)
+
+        works |= by_backends(setting, name, work) if name == "PoD" else {name: by("composed", work)}
+    seconds, left_out, notes = setting.measured(works, f"prefill of {length}")
+    pairs = [("PoD" + kind, other) for kind in setting.backends for other in (DENSE, STOCK)]
+    return Measured(seconds, pairs, left_out=left_out, notes=notes)
+
+
+def cascade_prefill(setting: Setting, length: int) -> Measured:
+    """A prompt's attention in one layer by a cascade's strides, against causal attention to all of it.
+
+    The cache and the stride are the Cascade paper's for 1M tokens (16K and 4K), in proportion for shorter prompts.
+    """
+    batch = setting.batch or 1
+    model = random_models(setting, length, layers=1, is_whole=False)[DENSE]
+    budget, stride = (max(SHORTEST // 4, min(most, length // part)) for most, part in ((16_384, 16), (4096, 64)))
+    states = setting.states(batch, length)
+
+    def strides(tensors: list[Tensor]) -> None:
+        cache = pod.PodCache(model.config, eviction=pod.eviction.Cascade(budget // 4 * 4, sinks=setting.sinks))
+        with cache.prefill():
+            for parts in zip(*(tensor.split(stride, dim=2) for tensor in tensors), strict=True):
+                attend(cache, model, *parts)
+
+    flash = dense_attentions(setting.device, True)[FLASH]
+    name = f"cascade of {budget:,} in strides of {stride:,}"
+
+    def works(tensors: list[Tensor]) -> Works:
+        return by_backends(setting, name, partial(strides, tensors)) | {FLASH: partial(flash, *tensors)}
+
+    # The first run, which is not counted, is of an eighth: 1M tokens take half a minute.
+    good, left_out = timing.runnable(works([tensor[:, :, : length // 8] for tensor in states]))
+    whole = {name: work for name, work in works(states).items() if name in good}
+    label = f"cascade prefill of {length}"
+    seconds = timing.interleaved(whole, setting.rounds, setting.device, label, setting.most_seconds)
+    return Measured(seconds, [(FLASH, name + kind) for kind in setting.backends], left_out=left_out)
+
+
+def _update(setting: Setting, length: int, layers: int) -> Measured:
+    models = random_models(setting, length, layers, is_whole=False)
+    row = 2 * layers * KV_HEADS * length * setting.head_dim * setting.dtype.itemsize
+    batch = setting.batch or (max(1, UPDATED_BYTES // row) if setting.device == "cuda" else 1)
+    room = length + UPDATES * (setting.room(0))
+    caches = {"PodCache": (models["PoD"], new_cache(models["PoD"], room))}
+    if layers > 1:
+        caches["PodCache, blocks of one layer"] = models[DENSE], new_cache(models[DENSE], room)
+    for budget in CASCADES:
+        method = pod.eviction.Cascade(budget=min(budget, length // 8 * 4), sinks=setting.sinks)
+        cache = pod.PodCache(models[DENSE].config, eviction=method)
+        caches[f"cascade:budget={method.budget}"] = models[DENSE], cache
+    concatenation = "concatenation"
+    caches[concatenation] = models[STOCK], new_cache(models[STOCK], room)
+    works = {}
+    for name, (model, cache) in caches.items():
+        fill(cache, model, batch, length)
+        # A layer's new states, made beforehand as a model would have made them.
+        states = setting.random(2, batch, KV_HEADS, 1, setting.head_dim)
+        sums = received(cache, model, batch, 1)
+
+        def work(model=model, cache=cache, states=states, sums=sums) -> None:
+            for _ in range(UPDATES):
+                write(cache, model, *states, sums)
+
+        works |= {name: work} if name == concatenation else by_backends(setting, name, work)
+    ours = [name for name in works if name != concatenation]
+    seconds, left_out, notes = setting.measured(works, f"update at {length}, layers: {layers}", ours)
+    notes.append(f"layers: {layers}, rows: {batch}; a dense cache of {batch * row / 2**30:.3g} GiB.")
+    return Measured(seconds, [(concatenation, name) for name in ours], left_out=left_out, notes=notes)
+
+
+def update(setting: Setting, length: int) -> Measured:
+    """`UPDATES` tokens stored one by one after `length` tokens; on a GPU into a dense cache of 1 GiB."""
+    return _update(setting, length, LAYERS)
+
+
+def update_one_layer(setting: Setting, length: int) -> Measured:
+    """The same in a model of one layer: as many bytes, and an eighth of the starts."""
+    return _update(setting, length, 1)
+
+
+def generation(setting: Setting, length: int) -> Measured:
+    """`generate` with `NEW_TOKENS` new tokens, from the prompt on."""
+    batch, works = setting.batch or 1, {}
+    models = random_models(setting, length)
+
+    def run(model: PreTrainedModel, method: str | None = None) -> None:
+        kept, ids = None, random_ids(model, batch, length)
+        if method is not None:
+            kept = pod.PodCache(model.config, length + NEW_TOKENS, pod.eviction.parse(method))
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=kept,
+            min_new_tokens=NEW_TOKENS,
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            pad_token_id=0,
+        )
+
+    for name in ("PoD", DENSE):
+        works |= by_backends(setting, name, partial(run, models[name]))
+    for method in setting.eviction:
+        works |= by_backends(setting, f"PoD, {method}", partial(run, models["PoD"], method))
+    works[STOCK] = by("composed", partial(run, models[STOCK]))
+    seconds, left_out, notes = setting.measured(works, f"generate after {length}")
+    pairs = [("PoD" + kind, other) for kind in setting.backends for other in (DENSE + kind, STOCK)]
+    pairs += [(f"PoD, {method}{kind}", STOCK) for method in setting.eviction for kind in setting.backends]
+    return Measured(seconds, pairs, left_out=left_out, notes=notes)
+
+
+# The most important first: a run may be cut off.
+SUITES = {
+    "attention": [attention_training, attention_forward],
+    "decode": [
+        decode_attention,
+        decode_attention_skipping,
+        decode_attention_after_eviction,
+        decode,
+        decode_after_eviction,
+    ],
+    "cache": [update, update_one_layer],
+    "prefill": [cascade_prefill, prefill],
+    "end-to-end": [generation],
+}
