@@ -173,7 +173,7 @@ def test_speed_of_attention_by_flash_attention_and_by_cudnn(monkeypatch):
     monkeypatch.setattr(speed_works, "dense_attentions", lambda *_: {})
     backward = "_scaled_dot_product_cudnn_attention_backward"
     # What an earlier measurement said is not what "PoD" is.
-    shapes = winners.ShapeClass(PROPERTIES.name, 2, 16, 0, True)
+    shapes = winners.ShapeClass(PROPERTIES.name, 2, 16, 0, "training")
     monkeypatch.setitem(winners.WINNERS, shapes, winners.Winner("composed", "2000-01-01", "0000000", "cuDNN"))
     CALLED.clear()
     found = speed_works.attention_training(setting, 64)
@@ -236,13 +236,25 @@ def test_generate_with_eviction(method):
     assert_generates_alike("composed", eviction=method)
 
 
-@pytest.mark.parametrize("tau", [None, 0.4])
-def test_generate_with_kernels_by_a_graph(tau, kernels, monkeypatch):
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"tau": 0.4}, {"eviction": "snapkv:budget=12,window=4"}, {"eviction": "adakv:budget=12,window=4"}],
+    ids=["all", "tau", "snapkv", "adakv"],
+)
+def test_generate_with_kernels_by_a_graph(options, kernels, monkeypatch):
     monkeypatch.setattr(Graph, "replays", 0)
-    assert_generates_alike("fused", max_length=40, tau=tau)
-    assert {"forward_kernel", "_append", "_attend", "_merge"} <= set(kernels)
+    assert_generates_alike("fused", max_length=40, **options)
+    append = "_append_packed" if "eviction" in options else "_append"
+    assert {"forward_kernel", append, "_attend", "_merge"} <= set(kernels)
     # The first step makes the scores' workspace, the second stays where that is; those after it are one graph.
     assert Graph.replays == 2
+
+
+def test_decoding_takes_the_kernels_where_they_were_measured(kernels, monkeypatch):
+    shapes = winners.ShapeClass(PROPERTIES.name, 4, models(2)[0].config.head_dim, 0, "decode")
+    monkeypatch.setitem(winners.WINNERS, shapes, winners.Winner("fused", "2000-01-01", "0000000"))
+    assert_generates_alike("auto", max_length=40)
+    assert "_attend" in kernels and "forward_kernel" not in kernels
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -261,8 +261,8 @@ class Functions(TorchFunctionMode):
 
 
 def _listed(index):
-    """A list as an index is a tensor that torch copies to the device."""
-    if not isinstance(index, list | range):
+    """A list as an index, or a tuple in a tuple, is a tensor that torch copies to the device."""
+    if not isinstance(index, list | range | tuple):
         return index
     return (torch.tensor(index) if len(index) else torch.zeros(0, dtype=torch.long)).to(DEVICE)
 

@@ -118,6 +118,6 @@ def shared_score_attention(
     training = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (q, k, v, q_distant, k_distant)
     )
-    name = resolve_backend(backend, winners.shape_class(q, training))
+    name = resolve_backend(backend, winners.shape_class(q, "training" if training else "forward"))
     attend = opaque.attend if name == "composed" and torch.compiler.is_compiling() else BACKENDS[name]
     return problem.results(*attend(problem))

@@ -6,6 +6,8 @@ import os
 import torch
 from torch import Tensor
 
+from pod_kernels import winners
+
 VARIABLE = "POD_ATTENTION_BACKEND"
 NAMES = ("auto", "reference", "composed", "fused")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -15,9 +17,9 @@ def runs_triton(states: Tensor) -> bool:
     """Whether Triton's kernels take these states.
 
     The environment variable POD_ATTENTION_BACKEND decides, as for `shared_score_attention`: "fused" takes the kernels
-    or refuses, all other names are plain torch; so is "auto" (as when it is not set), because the kernels were not run
-    on a GPU yet: they are not chosen for anyone before they were measured. On a CPU the kernels run in Triton's
-    interpreter, for tests: TRITON_INTERPRET=1, set before triton is imported.
+    or refuses, "auto" (as when it is not set) takes them where they were measured to be the fastest (`winners`), so far
+    nowhere, and all other names are plain torch. On a CPU the kernels run in Triton's interpreter, for tests:
+    TRITON_INTERPRET=1, set before triton is imported.
 
     Args:
         states: [.., D] the queries, or what is stored.
@@ -28,6 +30,8 @@ def runs_triton(states: Tensor) -> bool:
     backend = os.environ.get(VARIABLE) or "auto"
     if backend not in NAMES:
         raise ValueError(f"{VARIABLE} {backend!r} does not exist: valid are {', '.join(map(repr, NAMES))}")
+    if backend == "auto":
+        return winners.measured(winners.shape_class(states, "decode")) == "fused" and not _obstacle(states)
     if backend != "fused":
         return False
     reason = _obstacle(states)

@@ -52,10 +52,10 @@ def choose_kernel(q: Tensor, v: Tensor) -> Kernel:
         or torch.cuda.get_device_capability(q.device) < (8, 0)
     ):
         return "eager"
-    training = q.requires_grad or v.requires_grad
     name = os.environ.get(FLASH_VARIABLE)
     if name is None:
-        name = winners.flash(winners.shape_class(q, training))
+        work = "training" if q.requires_grad or v.requires_grad else "forward"
+        name = winners.flash(winners.shape_class(q, work))
     if name == CUDNN:
         # Its backward ends at 128 on most GPUs.
         return "cudnn" if dim <= 128 else "flash_cuda"

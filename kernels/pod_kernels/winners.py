@@ -1,16 +1,18 @@
-"""Which backend of `shared_score_attention` was measured to be the fastest, per GPU and class of shapes.
+"""Which backend was measured to be the fastest, per GPU and class of shapes.
 
-One table, written by hand from what `eval/speed.py --suite attention` prints on a GPU; `backend="auto"` reads it. It is
-empty: no GPU was at hand yet, and what was not measured is not claimed.
+One table, of the lines that `eval/speed.py` prints on a GPU for attention and decoding; `backend="auto"` and the cache
+read it. It is empty: no GPU was at hand yet, and what was not measured is not claimed.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 # A sequence belongs to the class of the longest of these that it reaches.
 LENGTHS = (0, 1024, 4096, 16_384, 65_536)
+
+Work = Literal["forward", "training", "decode"]
 
 
 class ShapeClass(NamedTuple):
@@ -20,22 +22,22 @@ class ShapeClass(NamedTuple):
         gpu: its name, as `torch.cuda.get_device_properties` has it.
         itemsize: bytes of a number: 2 (float16, bfloat16) or 4.
         head_dim: D.
-        length: of `LENGTHS`, the longest that T reaches.
-        training: whether a backward follows.
+        length: of `LENGTHS`, the longest that T reaches; 0 where it is decoded, from caches of any length.
+        work: attention of whole sequences without or with a backward; or the steps of decoding, all that a cache does.
     """
 
     gpu: str
     itemsize: int
     head_dim: int
     length: int
-    training: bool
+    work: Work
 
 
 class Winner(NamedTuple):
     """The fastest backend, and where that is from.
 
     Attributes:
-        backend: of `shared_score_attention`.
+        backend: as POD_ATTENTION_BACKEND names it.
         date, commit: of the measurement; the day as YYYY-MM-DD.
         flash: what runs the pieces of the composed backend, as POD_FLASH_IMPLEMENTATION names it; None: torch's own.
     """
@@ -49,12 +51,13 @@ class Winner(NamedTuple):
 WINNERS: dict[ShapeClass, Winner] = {}
 
 
-def shape_class(q: Tensor, training: bool) -> ShapeClass | None:
-    """The class of queries [B, H, T, D]; None off a GPU, where nothing is measured."""
-    if q.device.type != "cuda":
+def shape_class(states: Tensor, work: Work) -> ShapeClass | None:
+    """The class of queries [B, H, T, D], for decoding of any states [.., D]; None off a GPU: nothing is measured."""
+    if states.device.type != "cuda":
         return None
-    length = max(reached for reached in LENGTHS if reached <= q.shape[2])
-    return ShapeClass(torch.cuda.get_device_properties(q.device).name, q.dtype.itemsize, q.shape[3], length, training)
+    length = 0 if work == "decode" else max(reached for reached in LENGTHS if reached <= states.shape[2])
+    gpu = torch.cuda.get_device_properties(states.device).name
+    return ShapeClass(gpu, states.dtype.itemsize, states.shape[-1], length, work)
 
 
 def measured(shapes: ShapeClass | None) -> str | None:

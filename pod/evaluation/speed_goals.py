@@ -15,6 +15,7 @@ from pod.evaluation.speed_works import (
     POD_CUDNN,
     SUITES,
     TAU,
+    attention_forward,
     attention_training,
     cascade_prefill,
     decode_attention,
@@ -124,25 +125,38 @@ def goals(suites: list[dict[str, Any]], kind: str) -> str:
 
 
 def winner_lines(suites: list[dict[str, Any]], commit: str) -> str:
-    """Lines of `pod_kernels.winners.WINNERS`, from the attentions that ran by both backends; empty without."""
+    """Lines of `pod_kernels.winners.WINNERS`, from what ran by both backends; empty without.
+
+    Of decoding, all lengths together are one line: a cache does not change its backend as it grows.
+    """
     ways = {
         "PoD": ("composed", os.environ.get(FLASH_VARIABLE) or None),
         POD_CUDNN: ("composed", CUDNN),
         "PoD" + FUSED: ("fused", None),
     }
-    lines = {}
+    works = {attention_forward: "forward", attention_training: "training", decode_attention: "decode"}
+    works = {measurement.__name__: work for measurement, work in works.items()}
+    times: dict[winners.ShapeClass, dict[str, float]] = {}
+    dates = {}
     for facts in suites:
-        for record in facts["results"] if facts["suite"] == "attention" else ():
-            times = {name: statistics.median(record["seconds"][name]) for name in ways if name in record["seconds"]}
-            if not {"PoD", "PoD" + FUSED} <= times.keys():
+        for record in facts["results"]:
+            medians = {name: statistics.median(record["seconds"][name]) for name in ways if name in record["seconds"]}
+            if record["what"] not in works or not {"PoD", "PoD" + FUSED} <= medians.keys():
                 continue
+            work = works[record["what"]]
+            length = max(reached for reached in winners.LENGTHS if reached <= record["tokens"])
             shapes = winners.ShapeClass(
                 facts["device"],
                 getattr(torch, facts["dtype"]).itemsize,
                 facts["head_dim"],
-                max(reached for reached in winners.LENGTHS if reached <= record["tokens"]),
-                record["what"] == attention_training.__name__,
+                0 if work == "decode" else length,
+                work,
             )
-            backend, flash = ways[min(times, key=times.get)]
-            lines[shapes] = winners.Winner(backend, facts["date"], commit, flash)
+            sums = times.setdefault(shapes, dict.fromkeys(medians, 0.0))
+            sums.update({name: sums.get(name, 0.0) + median for name, median in medians.items()})
+            dates[shapes] = facts["date"]
+    lines = {}
+    for shapes, sums in times.items():
+        backend, flash = ways[min(sums, key=sums.get)]
+        lines[shapes] = winners.Winner(backend, dates[shapes], commit, flash)
     return "\n".join(f"    {shapes!r}: {winner!r},".replace("'", '"') for shapes, winner in lines.items())

@@ -52,12 +52,16 @@ def test_winners_are_lines_to_paste(monkeypatch):
         record("attention_training", 131_072, PoD=2.0, PoD__cuDNN=1.0, PoD__fused=1.5),
         record("attention_forward", 65_536, PoD=2.0, PoD__cuDNN=3.0, PoD__fused=2.5),
     ]
-    text = winner_lines([facts("attention", *runs, date="2026-01-02"), facts("decode", runs[0])], "abc")
+    steps = [record("decode_attention", 32_768, PoD=2.0, PoD__fused=3.0)]
+    steps += [record("decode_attention", 131_072, PoD=5.0, PoD__fused=3.0), record("decode", 4096, PoD=1, PoD__fused=9)]
+    suites = [facts("attention", *runs, date="2026-01-02"), facts("decode", *steps, date="2026-01-03")]
+    text = winner_lines(suites, "abc")
     assert eval(f"{{{text}}}") == {
-        ShapeClass("H100", 2, 128, 16_384, True): Winner("fused", "2026-01-02", "abc"),
-        ShapeClass("H100", 2, 128, 4096, False): Winner("composed", "2026-01-02", "abc"),
-        ShapeClass("H100", 2, 128, 65_536, True): Winner("composed", "2026-01-02", "abc", "cuDNN"),
-        ShapeClass("H100", 2, 128, 65_536, False): Winner("composed", "2026-01-02", "abc"),
+        ShapeClass("H100", 2, 128, 16_384, "training"): Winner("fused", "2026-01-02", "abc"),
+        ShapeClass("H100", 2, 128, 4096, "forward"): Winner("composed", "2026-01-02", "abc"),
+        ShapeClass("H100", 2, 128, 65_536, "training"): Winner("composed", "2026-01-02", "abc", "cuDNN"),
+        ShapeClass("H100", 2, 128, 65_536, "forward"): Winner("composed", "2026-01-02", "abc"),
+        ShapeClass("H100", 2, 128, 0, "decode"): Winner("fused", "2026-01-03", "abc"),
     }
     monkeypatch.setenv(FLASH_VARIABLE, "FA3")
     (winner,) = eval(f"{{{winner_lines([facts('attention', runs[1], date='2026-01-02')], 'abc')}}}").values()

@@ -443,14 +443,14 @@ def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_auto_takes_the_measured_winner(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(attention.BACKEND_VARIABLE, raising=False)
-    shapes = winners.ShapeClass("a GPU", 2, 128, 4096, True)
+    shapes = winners.ShapeClass("a GPU", 2, 128, 4096, "training")
     monkeypatch.setitem(winners.WINNERS, shapes, winners.Winner("fused", "2000-01-01", "0000000"))
     assert attention.resolve_backend("auto", shapes) == "fused"
     for other in (
         None,
         shapes._replace(gpu="another"),
         shapes._replace(length=16_384),
-        shapes._replace(training=False),
+        shapes._replace(work="forward"),
     ):
         assert attention.resolve_backend("auto", other) == "composed"
     assert attention.resolve_backend("reference", shapes) == "reference"
@@ -466,10 +466,12 @@ def test_classes_of_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
         device, dtype, shape = torch.device("cuda"), torch.bfloat16, (1, 8, 5000, 128)
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
-    assert winners.shape_class(Queries, True) == winners.ShapeClass("a GPU", 2, 128, 4096, True)
+    assert winners.shape_class(Queries, "training") == winners.ShapeClass("a GPU", 2, 128, 4096, "training")
     Queries.shape = (1, 8, 1, 64)
-    assert winners.shape_class(Queries, False) == winners.ShapeClass("a GPU", 2, 64, 0, False)
-    assert winners.shape_class(torch.zeros(1, 1, 4, 16), True) is None
+    assert winners.shape_class(Queries, "forward") == winners.ShapeClass("a GPU", 2, 64, 0, "forward")
+    Queries.shape = (9000, 64)
+    assert winners.shape_class(Queries, "decode") == winners.ShapeClass("a GPU", 2, 64, 0, "decode")
+    assert winners.shape_class(torch.zeros(1, 1, 4, 16), "training") is None
 
 
 def test_entries_of_the_table_are_whole() -> None:
