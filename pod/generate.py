@@ -20,6 +20,7 @@ from transformers import TextStreamer
 
 from pod import eviction as methods
 from pod.cache import PodCache
+from pod.evaluation.command import add_eviction
 from pod.evaluation.models import as_pod, asks_apart, load, read_context
 from pod.evaluation.runner import Request, question_tokens
 from pod.evaluation.texts import read_text
@@ -134,19 +135,12 @@ def main(arguments: list[str]) -> None:
     parser.add_argument(
         "--quantization-bits", type=int, choices=(8, 4), help="of values and distant keys in the cache (as they come)"
     )
-    parser.add_argument(
-        "--eviction",
-        metavar="METHOD",
-        help="which tokens the cache keeps, such as snapkv:budget=256,window=16; several separated by + are run one "
-        "after another; `list` shows all methods",
-    )
+    what = "which tokens the cache keeps, such as snapkv:budget=256,window=16, one method after another"
+    add_eviction(parser, what=what)
     options = parser.parse_args(arguments)
-    if options.eviction == "list":
-        print(methods.describe())
-        return
     if options.ckpt is None or (options.prompt is None and options.prompt_file is None):
         parser.error("--ckpt and one of --prompt and --prompt-file are required")
-    chosen = [None] if options.eviction is None else methods.parse_all(options.eviction)
+    chosen = options.eviction or [None]
     quantization = None if options.quantization_bits is None else Quantization(bits=options.quantization_bits)
     prompt = options.prompt if options.prompt is not None else read_text(options.prompt_file, "--prompt-file")
     for method in chosen:
