@@ -304,6 +304,7 @@ def test_a_teacher_and_adapters_are_sharded_too(inputs, tmp_path):
         "sp2-lora": a_run(inputs, 2, checkpointing=False, module={"loss_chunk": 7} | lora),
         "sp2-lora-distill": a_run(inputs, 2, checkpointing=False, module=distill | lora),
         "dp2-lora-distill": a_run(inputs, module=distill | lora, accumulate=1),
+        "dp2-ddp-lora": a_run(inputs, stage=0, module=distill | lora),
     }
     wrote = launch(tmp_path, 2, runs)
     for name, run in runs.items():
