@@ -218,9 +218,8 @@ def described_commit() -> str:
     if shutil.which("git") is None:  # many containers with a GPU have none
         return "unknown"
     command = ["git", "describe", "--always", "--dirty"]
-    return (
-        subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip() or "unknown"
-    )
+    said = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True).stdout
+    return said.strip() or "unknown"
 
 
 def heading(facts: dict[str, Any], commit: str) -> str:
