@@ -33,6 +33,7 @@ import gc
 import json
 import multiprocessing
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -109,7 +110,8 @@ def run_suite(suite: str, lengths: list[int], setting: Setting, path: Path) -> N
             except Exception as error:
                 facts["failed"].append(f"{where}: {timing.reason(error)}")
             else:
-                facts["results"].append(found.record(run.__name__, length))
+                if found.seconds:  # without any it is not known, and a process that follows measures it
+                    facts["results"].append(found.record(run.__name__, length))
                 broken = {name: why for name, why in found.left_out.items() if name not in OPTIONAL}
                 facts["failed"] += [f"{where}, {name}: {why}" for name, why in broken.items()]
             report.write_json(path, facts)
@@ -152,7 +154,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", choices=[*SUITES, "all"], required=True)
     command.add_numbers(parser, "--lengths", None, "tokens, by the device")
-    parser.add_argument("--batch", type=int, help="rows (1; where a GPU decodes, half a million tokens of them)")
+    parser.add_argument(
+        "--batch", type=int, help="rows (1; where a GPU decodes or stores, as many as docs/EVALUATE.md says)"
+    )
     parser.add_argument("--rounds", type=int, help="timed rounds (9, on a GPU 15)")
     parser.add_argument("--device", choices=list(SETTINGS), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="bfloat16 on a GPU, float32 elsewhere")
@@ -196,10 +200,7 @@ def page(suites: list[dict[str, Any]], kind: str, broken: list[str]) -> str:
         kind: of the device.
         broken: how processes ended, of those that should not have.
     """
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True
-    ).stdout.strip()
-    commit = commit or "unknown"
+    commit = described_commit()
     parts = [heading(suites[0], commit)] if suites else []
     parts += [timing.table(facts["suite"], facts["results"], facts["ceilings"]) for facts in suites]
     failed = broken + [line for facts in suites for line in facts["failed"]]
@@ -210,6 +211,15 @@ def page(suites: list[dict[str, Any]], kind: str, broken: list[str]) -> str:
         parts.append(f"For kernels/pod_kernels/winners.py:\n\n{lines}")
     table = goals(suites, kind)
     return "\n\n".join(parts + ([f"### goals\n\n{table}"] if table else []))
+
+
+def described_commit() -> str:
+    """The commit of this tree, with "-dirty" where files differ; "unknown" without git or its folder."""
+    if shutil.which("git") is None:  # many containers with a GPU have none
+        return "unknown"
+    command = ["git", "describe", "--always", "--dirty"]
+    said = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True).stdout
+    return said.strip() or "unknown"
 
 
 def heading(facts: dict[str, Any], commit: str) -> str:

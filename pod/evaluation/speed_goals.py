@@ -152,8 +152,9 @@ def winner_lines(suites: list[dict[str, Any]], commit: str) -> str:
                 0 if work == "decode" else length,
                 work,
             )
-            sums = times.setdefault(shapes, dict.fromkeys(medians, 0.0))
-            sums.update({name: sums.get(name, 0.0) + median for name, median in medians.items()})
+            # What did not run at one of a class's lengths has no sum to compare.
+            sums = times.get(shapes, dict.fromkeys(medians, 0.0))
+            times[shapes] = {name: total + medians[name] for name, total in sums.items() if name in medians}
             dates[shapes] = facts["date"]
     lines = {}
     for shapes, sums in times.items():

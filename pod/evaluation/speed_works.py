@@ -86,6 +86,11 @@ def decoding_rows(setting: Setting, length: int) -> int:
     return setting.batch or (max(1, 2**19 // length) if setting.device == "cuda" else 1)
 
 
+def note_of_rows(batch: int) -> list[str]:
+    """What the page says of rows, where they are several."""
+    return [f"{batch} rows."] if batch > 1 else []
+
+
 def filled(setting: Setting, model: PreTrainedModel, batch: int, length: int, **options: Any) -> pod.PodCache:
     """A cache that keeps every token and holds `length` random ones."""
     cache = pod.PodCache(model.config, setting.room(length), **options)
@@ -104,6 +109,7 @@ def decode(setting: Setting, length: int) -> Measured:
     fill(cache, models[STOCK], batch, length)
     works[STOCK] = step(models[STOCK], cache, batch)
     seconds, left_out, notes = setting.measured(works, f"decode at {length}", graphs)
+    notes += note_of_rows(batch)
     pairs = [("PoD" + kind, other) for kind in setting.backends for other in (DENSE + kind, STOCK)]
     return Measured(seconds, pairs, left_out=left_out, notes=notes)
 
@@ -127,6 +133,7 @@ def decode_attention(setting: Setting, length: int) -> Measured:
     works |= others
     amounts |= dict.fromkeys(others, (sum(one.nbytes for one in stored), BYTES))
     seconds, left_out, notes = setting.measured(works, f"decode attention at {length}", works)
+    notes += note_of_rows(batch)
     pairs = [("PoD" + kind, other) for kind in setting.backends for other in (DENSE + kind, *others)]
     return Measured(seconds, pairs, amounts, left_out, notes)
 
@@ -148,6 +155,7 @@ def decode_attention_skipping(setting: Setting, length: int) -> Measured:
         works |= by_backends(setting, name, partial(attend, caches[name], model, q, k, v))
     label = f"decode attention with tau at {length}"
     seconds, left_out, notes = setting.measured(works, label, works)
+    notes += note_of_rows(batch)
     stats, whole = caches[names[1]].stats, caches[names[0]].nbytes()
     unread = stats.unread_values / max(1, stats.distant_values)
     distant = max(0, length - setting.sinks - setting.recent) * batch * setting.head_dim * setting.dtype.itemsize
@@ -196,6 +204,7 @@ def decode_attention_after_eviction(setting: Setting, length: int) -> Measured:
         amounts |= dict.fromkeys(mine, (cache.nbytes(), BYTES))
     del prompt
     seconds, left_out, notes = setting.measured(works, f"decode attention after {length}", works)
+    notes += note_of_rows(batch)
     pairs = [("PoD" + kind, method + kind) for method in setting.eviction for kind in setting.backends]
     return Measured(seconds, pairs, amounts, left_out, notes)
 
@@ -273,7 +282,9 @@ def _update(setting: Setting, length: int, layers: int) -> Measured:
         works |= {name: work} if name == concatenation else by_backends(setting, name, work)
     ours = [name for name in works if name != concatenation]
     seconds, left_out, notes = setting.measured(works, f"update at {length}, layers: {layers}", ours)
-    notes.append(f"layers: {layers}, rows: {batch}; a dense cache of {batch * row / 2**30:.3g} GiB.")
+    notes.append(
+        f"layers: {layers}, rows: {batch}; a dense cache of {batch * row / 2**30:.3g} GiB; times of {UPDATES} tokens."
+    )
     return Measured(seconds, [(concatenation, name) for name in ours], left_out=left_out, notes=notes)
 
 

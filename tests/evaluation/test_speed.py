@@ -140,6 +140,30 @@ def test_what_fails_is_said_and_the_rest_is_measured(tiny, monkeypatch, tmp_path
     assert "PoD / SDPA flash" in out
 
 
+def test_what_has_no_times_is_measured_by_the_process_that_follows(tiny, monkeypatch, tmp_path):
+    """A device may fail while the first work is captured: then every work is left out, and nothing is raised."""
+
+    def decode(setting, length):
+        if setting.has_kernels:
+            return timing.Measured({}, [], left_out={"PoD": "AcceleratorError: CUDA error: an illegal memory access"})
+        return timing.Measured({"PoD": [1.0]}, [])
+
+    monkeypatch.setitem(speed.SUITES, "decode", [decode])
+    path = tmp_path / "speed-decode.json"
+    for has_kernels in (True, False):
+        speed.run_suite("decode", [64], replace(tiny, has_kernels=has_kernels), path)
+    written = json.loads(path.read_text())
+    assert written["failed"] == ["decode at 64, PoD: AcceleratorError: CUDA error: an illegal memory access"]
+    assert [record["seconds"] for record in written["results"]] == [{"PoD": [1.0]}]
+
+
+def test_a_page_is_made_where_git_is_missing(tiny, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setitem(speed.SUITES, "decode", [lambda *_: timing.Measured({"PoD": [1.0]}, [])])
+    speed.run_suite("decode", [64], tiny, tmp_path / "speed-decode.json")
+    assert "commit unknown" in speed.page([speed.read(tmp_path / "speed-decode.json")], "cpu", [])
+
+
 class Process:
     """One of `multiprocessing`, run here: `endings` says what becomes of a suite's first."""
 

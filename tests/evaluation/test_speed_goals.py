@@ -63,6 +63,14 @@ def test_winners_are_lines_to_paste(monkeypatch):
         ShapeClass("H100", 2, 128, 65_536, "forward"): Winner("composed", "2026-01-02", "abc"),
         ShapeClass("H100", 2, 128, 0, "decode"): Winner("fused", "2026-01-03", "abc"),
     }
+    # What ran at some lengths of a class only has a smaller sum, and has not won.
+    once = [
+        record("attention_forward", 65_536, PoD=2.0, PoD__cuDNN=1.9, PoD__fused=1.0),
+        record("attention_forward", 131_072, PoD=5.0, PoD__fused=6.0),
+    ]
+    for both in (once, once[::-1]):
+        (winner,) = eval(f"{{{winner_lines([facts('attention', *both, date='2026-01-02')], 'abc')}}}").values()
+        assert winner == Winner("composed", "2026-01-02", "abc")
     monkeypatch.setenv(FLASH_VARIABLE, "FA3")
     (winner,) = eval(f"{{{winner_lines([facts('attention', runs[1], date='2026-01-02')], 'abc')}}}").values()
     assert winner == Winner("composed", "2026-01-02", "abc", "FA3")

@@ -133,6 +133,15 @@ def test_a_capture_that_fails(graphs, capsys):
     assert graphs.asked == ["capture", "stream"]
 
 
+def test_what_is_no_replay_among_replays_is_said(graphs, monkeypatch):
+    monkeypatch.setattr(timing, "timed", lambda work, device: work() or 1.0)
+    works = {"adding": lambda: None, "growing": lambda: None}
+    seconds, left_out, notes = timing.measured(works, 2, "cuda", "test", None, ["adding"])
+    assert list(seconds) == ["adding", "growing"] and not left_out
+    assert notes == ["growing is timed with Python's starts, as its memory moves at each step."]
+    assert timing.measured(works, 2, "cuda", "test")[2] == []
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_works_are_captured_and_timed_on_a_gpu():
