@@ -75,11 +75,12 @@ lint: $(STAMP)
 	$(BIN)/python docs/reference.py
 
 # A machine with a GPU keeps the torch it has, so nothing is installed: GPU_PYTHON is the Python which has it. Tests are
-# looked for where they are marked, as others import what may be missing. Speed is measured also when a test fails.
+# looked for where they are marked, as others import what may be missing. Speed is measured also when a test fails, or
+# hangs.
 GPU_PYTHON ?= python3
 GPU_OUT ?= runs/speed
 
 gpu: export PYTHONPATH := $(CURDIR):$(CURDIR)/kernels
 gpu:
-	$(GPU_PYTHON) -m pytest -m gpu -q $$(grep -rl --include='test_*.py' 'mark\.gpu' tests); tests=$$?; \
+	timeout 180 $(GPU_PYTHON) -m pytest -m gpu -q $$(grep -rl --include='test_*.py' 'mark\.gpu' tests); tests=$$?; \
 	$(GPU_PYTHON) eval/speed.py --suite all --device cuda --out $(GPU_OUT) && exit $$tests
