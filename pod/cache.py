@@ -295,10 +295,7 @@ class PodCache(Cache):
                 f"this cache was made for another model: it has {ours} and {self.blocks}, the model has {theirs} and "
                 f"{config.blocks}. Make one with pod.PodCache(model.config)."
             )
-        if self.quantization is not None and self._step is not None:
-            raise ValueError(
-                "the last forward broke off, and some layers have quantised its tokens: call cache.reset()"
-            )
+        self._check_whole()
         if self.store is not None:
             self.store.begin(inputs, mask, rotary)
             self._new_columns = inputs.shape[1]
@@ -317,6 +314,12 @@ class PodCache(Cache):
             )
         self._step = step
         self._storage.begin(step)
+
+    def _check_whole(self) -> None:
+        if self.quantization is not None and self._step is not None:
+            raise ValueError(
+                "the last forward broke off, and some layers have quantised its tokens: call cache.reset()"
+            )
 
     def finish(self) -> None:
         """Count the tokens of the forward as stored; the model calls this after its last layer."""
@@ -469,11 +472,13 @@ class PodCache(Cache):
             path: the file; written aside and renamed, so that a reader never meets half of it. Folders are made.
 
         Raises:
-            ValueError: nothing is stored yet, `prefill()` is open, or a method that `pod.eviction.parse` does not know.
+            ValueError: nothing is stored yet, `prefill()` is open, a method that `pod.eviction.parse` does not know, or
+                the last forward broke off and what it left cannot be taken back.
             OSError: it cannot be written.
         """
         if self.batch_size < 0 or self._in_prefill:
             raise ValueError("a cache is saved when it holds tokens, and outside cache.prefill()")
+        self._check_whole()
         is_window, rows = self.config.share == "window", self._rows
         facts = {
             "max_length": self.max_length,

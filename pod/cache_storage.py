@@ -157,7 +157,7 @@ class KeepingStorage:
         # A quantised layer is made full anew at every step, and the host chooses pages and the anchors' segments.
         if self.quantization is not None or self.quest is not None or self.shares_kv:
             return None
-        if not self.segments or self.rows.columns == 0 or self.rows.longest >= self.capacity:
+        if not self.segments or self.rows.longest >= self.capacity:
             return None
         if not runs_triton(self.segments[0].values.data):
             return None

@@ -254,3 +254,46 @@ def test_what_cannot_be_saved_and_a_failing_disk(tmp_path, monkeypatch):
     fed(model, combined, tokens(1, 30))
     with pytest.raises(ValueError, match="has no text"):
         combined.save(tmp_path / "other")
+
+
+def broken_off(model, cache, ids):
+    """A forward that fails in a middle layer."""
+
+    def fail(*args):
+        raise RuntimeError("out of memory")
+
+    handle = model.model.layers[3].register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        fed(model, cache, ids)
+    handle.remove()
+
+
+@pytest.mark.parametrize("method", [None, SnapKV(16, window=4), H2O(16)])
+@pytest.mark.parametrize("where", ["in a file", "in other rows"])
+def test_what_a_failed_forward_left_goes_nowhere(tmp_path, method, where):
+    model = build()
+    cache = pod.PodCache(model.config, eviction=method)
+    fed(model, cache, tokens(3, 30))
+    expected = copy.deepcopy(cache)
+    broken_off(model, cache, tokens(3, 1, seed=9))
+    rows = torch.tensor([2, 0])
+    if where == "in a file":
+        cache.save(tmp_path / "cache")
+        cache = pod.PodCache.load(tmp_path / "cache", model.config)
+    else:
+        cache.batch_select_indices(rows)
+        expected.batch_select_indices(rows)
+    ids = tokens(cache.batch_size, 6, seed=5)
+    torch.testing.assert_close(fed(model, cache, ids), fed(model, expected, ids), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options", [dict(quantization=pod.Quantization(8, group=4, residual=64)), dict(eviction=StreamingLLM(12))]
+)
+def test_a_cache_that_a_failed_forward_broke_is_not_saved(tmp_path, options):
+    model = build()
+    cache = pod.PodCache(model.config, **options)
+    fed(model, cache, tokens(2, 30))
+    broken_off(model, cache, tokens(2, 1))
+    with pytest.raises(ValueError, match="broke off.*call cache.reset"):
+        cache.save(tmp_path / "cache")

@@ -85,6 +85,7 @@ class EvictingStorage:
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """What `restore` needs, between two forwards: tensors by name, and what else there is as JSON."""
+        self._take_back()
         tensors, facts = self.units.state()
         return tensors, facts | {"flags": {name: getattr(self, name) for name in FLAGS}}
 
@@ -146,10 +147,7 @@ class EvictingStorage:
 
     def begin(self, step) -> None:
         """Take note of what one forward adds (`pod.cache.Step`)."""
-        if self.step is not None:  # a forward that failed left its tokens in some layers
-            self.crop(self.step.before, 0)
-            for table in self.units.tables.values():
-                table.condemned = table.targets = None
+        self._take_back()
         self.step = step
         self.count = step.positions.shape[1]
         self.is_direct = step.is_first and not self.in_prefill and not self.is_frozen
@@ -219,6 +217,7 @@ class EvictingStorage:
 
     def select_rows(self, rows: Tensor) -> None:
         """Keep the rows `rows` [n] int64, in that order."""
+        self._take_back()
         self.units.select_rows(rows)
         self.decision.select_rows(rows)
 
@@ -251,6 +250,15 @@ class EvictingStorage:
         self.units.crop(lengths, removed)
 
     # ------------------------------------------------------------------ parts of a forward
+
+    def _take_back(self) -> None:
+        """Forget the tokens that a forward which failed left in some layers."""
+        if self.step is None:
+            return
+        self.crop(self.step.before, 0)
+        for table in self.units.tables.values():
+            table.condemned = table.targets = None
+        self.step = None
 
     def _ordered(self, new: Tensor, layer: int) -> Tensor:
         """[B, H_kv, T, D] -> [H_kv, B, T, D] in storage order, a view where that is the order of the heads."""

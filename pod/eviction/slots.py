@@ -167,8 +167,7 @@ class SlotStore(Store):
 
     def begin(self, inputs: Tensor, mask: Tensor | None, rotary: Rotary) -> None:
         batch, count = inputs.shape[:2]
-        if self._step is not None:
-            raise ValueError("the last forward broke off, and some layers hold its tokens: call cache.reset()")
+        self._check_whole()
         if self._layers and len(self._seen) != batch:
             if any(self._seen):
                 raise ValueError(f"the cache holds {len(self._seen)} rows but the input has {batch}")
@@ -391,6 +390,7 @@ class SlotStore(Store):
             self._layers[index] = new
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        self._check_whole()
         tensors = {
             f"layers.{index}.{name}": getattr(stored, name).data
             for index, stored in enumerate(self._layers)
@@ -418,6 +418,10 @@ class SlotStore(Store):
         self._open: dict[tuple[int, int], OpenBlock] = {}
 
     # ------------------------------------------------------------------ parts of a forward
+
+    def _check_whole(self) -> None:
+        if self._step is not None:
+            raise ValueError("the last forward broke off, and some layers hold its tokens: call cache.reset()")
 
     def _store_one(self, sums: Tensor | None) -> None:
         """Insert and store the token of every row, one kernel for all units and one for each layer."""
