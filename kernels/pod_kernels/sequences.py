@@ -11,8 +11,8 @@ from torch import Tensor
 # The rows (a slice, or [n] on the queries' device) and the columns [start, stop) of equally placed sequences.
 Group = tuple[slice | Tensor, int, int]
 
-# What the last tensor on a device held: itself, its version, the columns, its groups.
-_last_read: tuple[weakref.ref, int, int, list[Group] | None] | None = None
+# What the last tensor on a device held: itself, its version, the queries' columns and device, its groups.
+_last_read: tuple[weakref.ref, int, int, torch.device, list[Group] | None] | None = None
 
 
 def sequence_groups(q: Tensor, lengths: Tensor | None, document_ids: Tensor | None) -> list[Group] | None:
@@ -33,14 +33,14 @@ def sequence_groups(q: Tensor, lengths: Tensor | None, document_ids: Tensor | No
     # A tensor on the CPU is read for nothing, and numpy may change it without a new version.
     is_kept = placement.device.type != "cpu" and not placement.is_inference()
     if is_kept and _last_read is not None:
-        known, version, columns, groups = _last_read
-        if known() is placement and version == placement._version and columns == total:
+        known, *rest, groups = _last_read
+        if known() is placement and rest == [placement._version, total, q.device]:
             return groups
     places = _rows_by_length(lengths, total) if document_ids is None else _rows_by_document(document_ids)
     whole = len(places) == 1 and places.get((0, total)) == list(range(q.shape[0]))
     groups = None if whole else [(_rows(rows, q.device), *columns) for columns, rows in places.items()]
     if is_kept:
-        _last_read = weakref.ref(placement), placement._version, total, groups
+        _last_read = weakref.ref(placement), placement._version, total, q.device, groups
     return groups
 
 
