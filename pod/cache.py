@@ -341,8 +341,11 @@ class PodCache(Cache):
             return None
         if not self.may_grow and rows.longest >= self.max_length:
             return None
-        place = self._storage.place_of_a_step()
-        return None if place is None else (rows.lengths.data_ptr(), tuple(rows.lengths.shape), *place)
+        if not self._storage.repeats_steps:
+            return None
+        workspace = self._storage.workspace
+        held = [rows.lengths, *self._storage.storages(), *([] if workspace is None else [workspace])]
+        return (tuple(rows.lengths.shape), *(tensor.data_ptr() for tensor in held))
 
     def host_state(self) -> tuple:
         """What the host counts of the tokens stored."""

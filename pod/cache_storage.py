@@ -33,6 +33,7 @@ from pod_kernels import (
     refresh_pages,
 )
 from pod_kernels.backend import runs_triton
+from pod_kernels.transfer import KeptOnDevice
 
 PAGES = 3  # the place of a layer's pages among its parts
 
@@ -92,7 +93,7 @@ class KeepingStorage:
         self.step: Step | None = None
         self.capacity = 0
         self.stats = SkipStats()
-        self._heads: dict[int, Tensor] = {}
+        self._on_device = KeptOnDevice()
 
     # ------------------------------------------------------------------ what the cache asks
 
@@ -152,17 +153,15 @@ class KeepingStorage:
         for segments in self.segments if self.quest is not None else ():
             self._refresh_pages(segments, (lengths - 1).clamp(min=0), lengths, 1)
 
-    def place_of_a_step(self) -> tuple | None:
-        """Where all lies that a step of decoding reads and writes; None where a CUDA graph cannot repeat one."""
+    @property
+    def repeats_steps(self) -> bool:
+        """Whether a CUDA graph can repeat a step of decoding while nothing moves."""
         # A quantised layer is made full anew at every step, and the host chooses pages and the anchors' segments.
         if self.quantization is not None or self.quest is not None or self.shares_kv:
-            return None
+            return False
         if not self.segments or self.rows.longest >= self.capacity:
-            return None
-        if not runs_triton(self.segments[0].values.data):
-            return None
-        workspace = None if self.workspace is None else self.workspace.data_ptr()
-        return (workspace, self.tau, *(storage.data_ptr() for storage in self.storages()))
+            return False
+        return runs_triton(self.segments[0].values.data)
 
     def attend(
         self,
@@ -203,7 +202,7 @@ class KeepingStorage:
         self._reserve(step.length, k)
         segments = self.segments[layer]
         if self.shares_kv and segments.num_anchors < k.shape[1]:
-            heads = self._kept_heads(layer, k.device)
+            heads = self._on_device(self.orders[layer], k.device)
             k, v = k[:, heads], v[:, heads]
         if self.quantization is not None:
             segments = self.full = replace(segments, values=segments.values.full(), keys=segments.keys.full())
@@ -297,12 +296,6 @@ class KeepingStorage:
             shape = self.num_kv_heads, q.shape[0], self.groups, 1, self.capacity
             self.workspace = torch.empty(shape, dtype=torch.float32, device=q.device)
         return self.workspace
-
-    def _kept_heads(self, layer: int, device: torch.device) -> Tensor:
-        """The heads that a layer stores, in that order, as an index: a tuple would go to the device at every use."""
-        if layer not in self._heads or self._heads[layer].device != device:
-            self._heads[layer] = torch.tensor(self.orders[layer], dtype=torch.long, device=device)
-        return self._heads[layer]
 
     def _anchor_keys(self, layer: int, head: int) -> tuple[Segments, int]:
         anchor = self.anchors[layer][head]

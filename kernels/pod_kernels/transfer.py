@@ -29,3 +29,17 @@ def on_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor
         there = there.pin_memory().to(device, non_blocking=True)
     parts = there.to(device).split(lengths)
     return [part[: array.size].view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+
+
+class KeptOnDevice:
+    """Integers of the host as tensors, each copied to its device once: layers and steps ask for the same ones."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
+
+    def __call__(self, numbers: tuple[int, ...], device: torch.device) -> Tensor:
+        """[n] int64 on the device, not to be written to."""
+        key = numbers, device
+        if key not in self._tensors:
+            [self._tensors[key]] = on_device([np.array(numbers, dtype=np.int64)], device)
+        return self._tensors[key]

@@ -71,7 +71,6 @@ class Decision:
                 f"are always kept: {self.protected} last ones and {most} sinks of blocks of several layers. Raise "
                 "budget, or convert the model with a smaller sink_size"
             )
-        self._sinks_of: dict[tuple[int, tuple[int, ...]], Tensor] = {}  # of a layer's heads, on the device
         self.begin()
 
     def begin(self) -> None:
@@ -222,10 +221,7 @@ class Decision:
 
     def _forced(self, layer: int, heads: tuple[int, ...], held: Tensor, newest: Tensor) -> Tensor:
         """[B, A, N] what is always kept: the last tokens, and sinks of units of several layers."""
-        if (layer, heads) not in self._sinks_of:
-            sinks = [[self.sinks[layer, head]] for head in heads]
-            self._sinks_of[layer, heads] = torch.tensor(sinks, device=held.device)
-        sinks = self._sinks_of[layer, heads]
+        sinks = self.units.on_device(tuple(self.sinks[layer, head] for head in heads), held.device)[:, None]
         return (held >= 0) & ((held < sinks) | (held > newest[:, None, None] - self.protected))
 
     def _allocated(self, stage: Stage, newest: Tensor) -> list[list[int]]:

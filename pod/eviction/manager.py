@@ -95,16 +95,14 @@ class EvictingStorage:
         for name, value in facts["flags"].items():
             setattr(self, name, value)
 
-    def place_of_a_step(self) -> tuple | None:
-        """Where all lies that a step of decoding reads and writes; None where a CUDA graph cannot repeat one."""
+    @property
+    def repeats_steps(self) -> bool:
+        """Whether a CUDA graph can repeat a step of decoding while nothing moves."""
         # A step that evicts is none like the next, a quantised layer is made full anew at every step, and storage that
         # is full moves.
         if self.evicts_at_steps or self.units.headroom.quantization is not None or self.units.is_full:
-            return None
-        if not runs_triton(self.units.layers[0].values.data):
-            return None
-        workspace = None if self.workspace is None else self.workspace.data_ptr()
-        return (workspace, *(storage.data_ptr() for storage in self.storages()))
+            return False
+        return runs_triton(self.units.layers[0].values.data)
 
     def host_state(self) -> tuple:
         """What the host counts of the tokens stored."""

@@ -33,6 +33,7 @@ from pod_kernels import QuantizedSegments, Segments
 from pod_kernels.backend import runs_triton
 from pod_kernels.quantized import quantized
 from pod_kernels.repacking import Change, Chosen, repacked
+from pod_kernels.transfer import KeptOnDevice
 
 Unit = tuple[int, int]  # anchor layer, KV head
 NEAR = ("near_keys", "near_positions", "near_slots")
@@ -66,7 +67,7 @@ class Units:
         self.anchors: list[list[int]] = config.blocks.anchors.tolist()
         self.layers: list[Layer | None] = [None] * len(orders)
         self.tables: dict[int, Table] = {}
-        self._indices: dict[int, Tensor] = {}  # of `index`
+        self.on_device = KeptOnDevice()
         self._attending: int | None = None  # the layer that is full, with quantization
         self._resting: dict[tuple[int, str], QuantizedSegments] = {}  # what it was made full from
 
@@ -76,9 +77,7 @@ class Units:
 
     def index(self, layer: int, device: torch.device) -> Tensor:
         """[H_kv] int64, the KV heads of a layer in storage order, where they can index without being copied there."""
-        if layer not in self._indices:
-            self._indices[layer] = torch.tensor(self.orders[layer], device=device)
-        return self._indices[layer]
+        return self.on_device(self.orders[layer], device)
 
     def places(self, layer: int) -> list[tuple[Table, int]]:
         """Of each of a layer's heads, in storage order, its unit's table and place there."""
