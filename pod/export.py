@@ -26,10 +26,11 @@ from transformers import (
 from pod.blocks import LayerBlocks
 from pod.exit_status import exit_status
 from pod.families import pod_config
-from pod.files import naming, publish, write_sums
+from pod.files import naming, opening, publish, write_sums
 from pod.lora import merge
 from pod.stock import first_config
 from pod.tokenizer import load_tokenizer
+from pod.weights import load_causal_lm
 
 CARD = """---
 library_name: pod-attention
@@ -146,7 +147,8 @@ def rebuild(checkpoint: dict, dtype: torch.dtype | None = None) -> PreTrainedMod
         config = pod_config(config, blocks, hparams["sink_size"], hparams["recent_size"], hparams["share"])
     if hparams.get("lora_rank"):
         kept = dtype or getattr(torch, hparams["dtype"])
-        model = AutoModelForCausalLM.from_pretrained(hparams["base"], config=config, dtype=kept)
+        with opening(hparams["base"]):
+            model = load_causal_lm(hparams["base"], config=config, dtype=kept)
         adapters = {name.removeprefix("model."): value for name, value in checkpoint.pop("state_dict").items()}
         merge(model, adapters, hparams["lora_rank"], hparams["lora_alpha"])
         return model.eval()
@@ -304,7 +306,7 @@ def _logits(model: PreTrainedModel) -> Tensor:
 
 
 def _verify(wanted: Tensor, folder: Path) -> None:
-    found = _logits(AutoModelForCausalLM.from_pretrained(folder, dtype=wanted.dtype).eval())
+    found = _logits(load_causal_lm(folder, dtype=wanted.dtype).eval())
     if not torch.equal(wanted, found):
         raise ValueError(
             f"the written model's logits differ from the checkpoint's by {(wanted - found).abs().max():.2e}: the "

@@ -39,6 +39,7 @@ from pod.files import opening
 from pod.inputs import check_devices
 from pod.layer import PodAttention, PodDecoderLayer
 from pod.model import PodForCausalLM, PodModel
+from pod.weights import load_causal_lm
 
 
 class PodLlamaAttention(PodAttention, LlamaAttention):
@@ -231,12 +232,13 @@ def convert(
         given model stays usable.
 
     Raises:
-        ValueError: unknown family, blocks for another model, sizes out of range, quantised weights, several devices.
+        ValueError: unknown family, blocks for another model, sizes out of range, quantised weights, several devices;
+            weights that are not all there.
     """
     model = model_or_path
     if isinstance(model, str | Path):
         with opening(model):
-            model = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+            model = load_causal_lm(model, dtype="auto")
     if getattr(model, "hf_quantizer", None) is not None:
         raise ValueError(
             "the model is quantised: load it without quantization_config, convert it and save it "

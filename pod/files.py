@@ -23,8 +23,12 @@ from typing import Any
 from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError, safe_open
+from tqdm import tqdm
 
 SUMS = "SHA256SUMS"  # in a model's directory: the checksums of its files, as `sha256sum --check` reads them
+# What of a model's directory its results depend on; no results that somebody wrote there.
+_TELLING = ("*.safetensors", "*.bin", "*config.json", "tokenizer*", "chat_template*", "vocab*", "merges*")
+_LARGE = 2**30  # bytes that take a second to read: progress is shown
 
 
 @contextmanager
@@ -186,6 +190,25 @@ def check_sums(folder: str | os.PathLike[str]) -> None:
                 f"{file} is damaged, or was changed: its sha256 is not the one in {SUMS}. Export again; or, if it was "
                 f"changed on purpose, take its line out of {SUMS}"
             )
+
+
+def weights_sum(folder: str | os.PathLike[str]) -> str:
+    """What tells a model's directory from one with other weights, another config or tokenizer: a sha256 of theirs.
+
+    Those of SHA256SUMS are taken from there, as `check_sums` has compared them; else every byte is read.
+    """
+    folder = Path(folder)
+    lines = (folder / SUMS).read_text(errors="replace").splitlines() if (folder / SUMS).is_file() else []
+    known = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    files = {file for pattern in _TELLING for file in folder.glob(pattern) if file.is_file()}
+    sizes = {file: file.stat().st_size for file in sorted(files, key=lambda file: file.name) if file.name not in known}
+    size = sum(sizes.values())
+    with tqdm(total=size, desc=f"{folder}: sha256", unit="B", unit_scale=True, disable=size < _LARGE) as bar:
+        for file in sizes:
+            known[file.name] = _digest(file)
+            bar.update(sizes[file])
+    lines = [f"{known[name]}  {name}\n" for name in sorted(file.name for file in files)]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 @contextmanager

@@ -41,7 +41,7 @@ from pod.blocks import LayerBlocks
 from pod.checkpoints import Checkpoints, SaveAtEnd, TimeLimit, WholeFiles, check_blocks, resume_from
 from pod.data import PodDataModule
 from pod.exit_status import exit_status
-from pod.files import check_writable, naming, replacing
+from pod.files import check_writable, naming, opening, replacing
 from pod.module import PodModule
 from pod.plan import show_plan
 from pod.recipe import Recipe, accumulate, output_folder, steps, warmup_steps
@@ -50,6 +50,7 @@ from pod.stock import first_config
 from pod.strategy import UlyssesDeepSpeedStrategy
 from pod.terminal import Stopped
 from pod.tokenizer import check_vocabulary, load_tokenizer, warn_of_another_tokenizer
+from pod.weights import load_causal_lm
 
 
 class MetricsWriter(ExperimentWriter):
@@ -263,6 +264,9 @@ def fit(recipe: Recipe) -> lightning.Trainer:
     if rank_zero_only.rank == 0:  # a flipped bit would be trained on; reading all takes a second per gigabyte
         for prepared in filter(None, (data.prepared, data.validation)):
             prepared.verify()
+        if recipe.trainer.strategy == "deepspeed" and recipe.trainer.zero_stage == 3 and recipe.model.base is not None:
+            with opening(recipe.model.base):  # loading in parts would not tell of weights that are left over
+                load_causal_lm(recipe.model.base, device_map="meta")
     check_writable(out)
     lightning.seed_everything(recipe.seed, verbose=False)
     blocks = choose_blocks(recipe, out)

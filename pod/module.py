@@ -24,6 +24,7 @@ from pod.loss import IGNORED, chunked_cross_entropy, chunked_distillation, shift
 from pod.plan import GPUS
 from pod.sequence_parallel import SequenceGroup, SequenceShard, check_heads
 from pod.stock import first_config
+from pod.weights import load_causal_lm
 
 
 class PodModule(lightning.LightningModule):
@@ -122,7 +123,7 @@ class PodModule(lightning.LightningModule):
         # Made as a PoD model at once, not converted: under ZeRO-3 the parameters are sharded while they are made.
         if hparams.base is not None:
             with opening(hparams.base):
-                self.model = AutoModelForCausalLM.from_pretrained(hparams.base, config=config, dtype=dtype)
+                self.model = load_causal_lm(hparams.base, finite=True, config=config, dtype=dtype)
         else:
             self.model = AutoModelForCausalLM.from_config(config, dtype=dtype)
             if hparams.initialization == "torch":
@@ -133,7 +134,7 @@ class PodModule(lightning.LightningModule):
             add_adapters(self.model, hparams.lora_rank, hparams.lora_alpha, hparams.lora_dropout, hparams.lora_targets)
         elif hparams.distill_weight:
             # A PoD model of blocks of one layer is the dense one, and takes a part of a sequence as the student does.
-            self.teacher = AutoModelForCausalLM.from_pretrained(hparams.base, config=teaching, dtype=dtype)
+            self.teacher = load_causal_lm(hparams.base, finite=True, config=teaching, dtype=dtype)
             self.teacher.requires_grad_(False)
             for layer in self.teacher.model.layers:
                 layer.mlp_tiles = hparams.mlp_tiles

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -16,6 +16,7 @@ from pod.families import FAMILIES
 from pod.files import opening
 from pod.recipe import RecipeError
 from pod.recipe_checks import closest
+from pod.weights import load_causal_lm
 
 # What is read beside the fields of a config: older names of parts of rope_parameters and of dtype, and the size of a
 # head, which is no field of some families.
@@ -112,7 +113,7 @@ def load_stock(base: str, rope_theta: float | None, dtype: torch.dtype) -> PreTr
     """The model at `base`, with another RoPE base when wanted.
 
     Raises:
-        ValueError: nothing can be loaded from there.
+        ValueError: nothing can be loaded from there, or not all of its weights, or they are not finite.
     """
     with opening(base):
-        return AutoModelForCausalLM.from_pretrained(base, config=first_config(base, None, rope_theta), dtype=dtype)
+        return load_causal_lm(base, finite=True, config=first_config(base, None, rope_theta), dtype=dtype)

@@ -4,6 +4,7 @@ The kills themselves are `faults.py`'s, beside this file.
 """
 
 import json
+import math
 import os
 import random
 import re
@@ -18,6 +19,7 @@ import numpy as np
 import prepare
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from scripts import ROOT, save, script, tiny_llama
 from transformers import AutoModelForCausalLM
 
@@ -283,6 +285,68 @@ def test_damaged_weights_without_checksums_are_named(how, world, tmp_path, capsy
     refused(capsys, command("analyze", world, tmp_path / "out", base=tmp_path / "base"), victim)
     with pytest.raises(ValueError, match="model.safetensors: truncated or damaged"):
         pod.convert(tmp_path / "base", pod.LayerBlocks.dense(3, 2))
+
+
+def with_weights(source, target, change):
+    """A copy of a model's directory with other weights, and without the checksums of the old ones."""
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("SHA256SUMS"))
+    file = target / "model.safetensors"
+    save_file(change(load_file(file)), file, {"format": "pt"})
+    return target
+
+
+LOADING = [("generate", "export"), ("needle", "export"), ("perplexity", "export"), ("analyze", "base"), ("fit", "base")]
+
+
+@pytest.mark.parametrize("name,kind", [*LOADING, ("fit without an analysis", "base")])
+def test_weights_that_are_not_all_there_are_refused(name, kind, world, tmp_path, capsys):
+    def lacking(weights):
+        return {name: weight for name, weight in weights.items() if "layers.1." not in name}
+
+    folder = with_weights(world / kind, tmp_path / kind, lacking)
+    main, arguments = command(name.partition(" ")[0], world, tmp_path / "out", **{kind: folder})
+    more = ["blocks.kv_saving=0"] if "without" in name else []
+    refused(capsys, (main, [*arguments, *more]), folder, "lack 9 tensors (model.layers.1.", "and 6 more")
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name,kind", [*LOADING, ("fit without an analysis", "base")])
+def test_weights_that_are_not_finite_are_said_and_not_trained_on(name, kind, number, world, tmp_path, capsys):
+    def poisoned(weights):
+        weights["model.layers.1.mlp.up_proj.weight"][3, 4] = number
+        return weights
+
+    folder = with_weights(world / kind, tmp_path / kind, poisoned)
+    main, arguments = command(name.partition(" ")[0], world, tmp_path / "out", **{kind: folder})
+    said = f"{folder}: NaN or infinite numbers in 1 tensor (model.layers.1.mlp.up_proj.weight)"
+    if kind == "base":
+        refused(capsys, (main, [*arguments, *(["blocks.kv_saving=0"] if "without" in name else [])]), said)
+    else:
+        assert main(arguments) == 0
+        assert f"warning: {said}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["garbage", "empty", "cut", "malicious", "numbers"])
+def test_pickled_weights_that_are_none_are_named_and_nothing_in_them_is_run(kind, world, tmp_path, capsys):
+    class Payload:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "was run"),)
+
+    shutil.copytree(world / "export", tmp_path / "export", ignore=shutil.ignore_patterns("*.safetensors", "SHA256SUMS"))
+    file = tmp_path / "export" / "pytorch_model.bin"
+    weights = load_file(world / "export" / "model.safetensors")
+    torch.save({"malicious": weights | {"model.norm.weight": Payload()}, "numbers": [1, 2]}.get(kind, weights), file)
+    whole = file.read_bytes()
+    file.write_bytes({"garbage": b"garbage" * 99, "empty": b"", "cut": whole[: len(whole) // 2]}.get(kind, whole))
+    for name in ("generate", "perplexity"):
+        message = refused(
+            capsys, command(name, world, tmp_path / "out", export=file.parent), file, "nothing of which was run"
+        )
+        assert "weights_only" not in message, "torch's advice to run it"
+    assert not (tmp_path / "was run").exists()
+    torch.save(weights, file)
+    main, arguments = command("generate", world, None, export=file.parent)
+    assert main(arguments) == 0
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from pod import eviction
 from pod.blocks import LayerBlocks
@@ -15,6 +15,7 @@ from pod.cache import PodCache
 from pod.families import convert
 from pod.files import opening
 from pod.model import PodModel
+from pod.weights import load_causal_lm
 
 NO_EVICTION = "none"
 
@@ -28,13 +29,13 @@ def load(ckpt: str, device: str | None = None, dtype: str = "auto") -> tuple[Pre
         dtype: "float32", "bfloat16", ...; "auto" is what the weights are stored in.
 
     Raises:
-        ValueError: nothing can be loaded from there, a file of it is damaged, or it is a training run that was not
-            exported.
+        ValueError: nothing can be loaded from there, a file of it is damaged, some of its weights are missing, or it is
+            a training run that was not exported.
     """
     require_model(ckpt)
     try:
         with opening(ckpt):
-            model = AutoModelForCausalLM.from_pretrained(ckpt, dtype=dtype)
+            model = load_causal_lm(ckpt, dtype=dtype)
             tokenizer = AutoTokenizer.from_pretrained(ckpt)
     except (OSError, ValueError) as error:
         where = "from there" if Path(ckpt).exists() else "from the hub, and it is no directory here"

@@ -1,0 +1,116 @@
+"""The weights of a model: all of them loaded, or refused by name; and what tells them from other weights."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.utils import CONFIG_NAME, cached_file
+from transformers.utils.peft_utils import find_adapter_config_file
+
+from pod.files import read_json, weights_sum
+
+
+def load_causal_lm(where: str | Path, *, finite: bool = False, **options: Any) -> PreTrainedModel:
+    """`AutoModelForCausalLM.from_pretrained` of all the weights: by itself, that draws at random what is not there.
+
+    Args:
+        where: a directory or a hub id.
+        finite: refuse NaN and infinite weights; else a warning on stderr names them.
+        options: of `from_pretrained`.
+
+    Raises:
+        ValueError: weights are missing, left over or of other shapes than the config says, or not finite; names them.
+    """
+    if (base := _adapted(where)) is not None:
+        load_causal_lm(base, device_map="meta")  # of an adapter's base, transformers does not tell what was missing
+    try:
+        model, found = AutoModelForCausalLM.from_pretrained(
+            where, ignore_mismatched_sizes=True, output_loading_info=True, weights_only=True, **options
+        )
+    except Exception as error:
+        if (file := _damaged_pickle(Path(where))) is None:
+            raise
+        raise ValueError(
+            f"{file}: truncated or damaged, or a pickle of more than tensors, nothing of which was run. Download it "
+            "again, or take safetensors"
+        ) from error
+    shapes = [f"{name} {list(shape)}, not {list(wanted)}" for name, shape, wanted in found["mismatched_keys"]]
+    problems = {
+        "the weights lack": found["missing_keys"],
+        "the model has no place for": found["unexpected_keys"],
+        "the weights do not have the shapes that config.json says:": shapes,
+    }
+    if said := [f"{problem} {_some(names)}" for problem, names in problems.items() if names]:
+        raise ValueError(
+            f"{where}: {'; '.join(said)}. A file is missing, is a copy of another one or of another model, or "
+            "config.json is: get the directory anew, by downloading or exporting again"
+        )
+    if names := _not_finite(model):
+        problem = f"{where}: NaN or infinite numbers in {_some(names)}"
+        if finite:
+            raise ValueError(f"{problem}. Nothing can be learned from these weights: take others")
+        print(f"warning: {problem}: what the model computes may mean nothing", file=sys.stderr)
+    return model
+
+
+def _damaged_pickle(folder: Path) -> Path | None:
+    """The first file of a directory's pickled weights that holds anything but tensors by name."""
+    for file in sorted(folder.glob("pytorch_model*.bin")):
+        try:
+            content = torch.load(file, map_location="meta", weights_only=True)
+        except Exception:  # torch.load has one for every kind of damage
+            return file
+        if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+            return file
+    return None
+
+
+def _some(names: set[str] | list[str]) -> str:
+    """`2 tensors (a, b)`; of many names the first three."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{len(names)} tensor{'s' * (len(names) > 1)} ({', '.join(sorted(names)[:3])}{more})"
+
+
+def _not_finite(model: PreTrainedModel) -> list[str]:
+    """Names of the parameters that hold NaN or infinite numbers; of all processes where these have parts of them."""
+
+    def is_finite(parameter: Tensor) -> bool:
+        part = getattr(parameter, "ds_tensor", parameter).detach()  # ZeRO-3's, of this process
+        if part.is_meta or not part.numel() or not part.is_floating_point() or part.itemsize < 2:
+            return True
+        return all(map(torch.isfinite, part.aminmax()))  # a NaN is both; quicker than looking at each by itself
+
+    names = [name for name, parameter in model.named_parameters() if not is_finite(parameter)]
+    if is_deepspeed_zero3_enabled():
+        parts: list[list[str]] = [[] for _ in range(torch.distributed.get_world_size())]
+        torch.distributed.all_gather_object(parts, names)
+        names = sorted({name for part in parts for name in part})
+    return names
+
+
+def weights_hash(where: str | Path) -> str:
+    """What tells a model's weights, config and tokenizer from others under the same name.
+
+    Args:
+        where: a directory, of which it is a sha256 (`pod.files.weights_sum`), or a hub id that was loaded, of which it
+            is the commit; of an adapter of peft, also its base's.
+    """
+    base = _adapted(where)
+    if Path(where).is_dir():
+        own = weights_sum(where)
+    else:
+        file = find_adapter_config_file(str(where)) or cached_file(str(where), CONFIG_NAME)
+        own = Path(file).parent.name
+    return own if base is None else f"{own} on {weights_hash(base)}"
+
+
+def _adapted(where: str | Path) -> str | None:
+    """The base of what is an adapter of peft, without weights of a whole model beside it."""
+    file = find_adapter_config_file(str(where))
+    if file is None or (Path(where) / CONFIG_NAME).exists():
+        return None
+    return read_json(file)["base_model_name_or_path"]
