@@ -265,7 +265,6 @@ def test_a_chinese_rouge_is_that_of_the_spaced_words():
 
 
 def test_jieba_cuts_chinese_by_default():
-    pytest.importorskip("jieba", reason="jieba is an optional extra: pip install -e '.[chinese]'")
     assert metrics.longbench("multifieldqa_zh", ["我来到北京"], [["我来到北京。"]]) == 100.0
     assert metrics.longbench("dureader", ["我来到北京"], [["我来到北京"]]) == 100.0
 
