@@ -20,6 +20,7 @@ import torch
 
 from pod.evaluation import command, longbench, metrics, models, report, runner
 from pod.exit_status import exit_status
+from pod.weights import weights_hash
 
 
 def run(options: argparse.Namespace) -> None:
@@ -29,6 +30,7 @@ def run(options: argparse.Namespace) -> None:
     settings = {"ckpt": options.ckpt, "max_length": options.max_length}
     runner.check_settings(options.out, settings, partly=True)
     model, tokenizer = models.load(options.ckpt)
+    settings["weights"] = weights_hash(options.ckpt)
     variants = models.variants(model, options.eviction)
     room = getattr(model.config, "max_position_embeddings", None)
     if room is not None and options.max_length >= room and runner.process()[0] == 0:

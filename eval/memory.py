@@ -25,6 +25,7 @@ import pod
 from pod import eviction as methods
 from pod.evaluation import command, report
 from pod.evaluation.memory import Inference, even_blocks, measured_batch
+from pod.evaluation.models import parameters_of
 from pod.exit_status import exit_status
 from pod.families import FAMILIES, pod_config
 from pod.files import check_writable, read_json
@@ -279,7 +280,7 @@ def main(arguments: list[str] | None = None) -> None:
     check_writable(options.out)
     result = evaluate(options)
     text = tables(result)
-    report.write_json(options.out / "memory.json", result)
+    report.write_json(options.out / "memory.json", result | {"parameters": parameters_of(options.eviction)})
     report.write(options.out / "memory.md", text + "\n\n![The same as a picture](memory.png)\n")
     draw(result, options.out / "memory.png")
     print(text)

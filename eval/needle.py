@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from pod.evaluation import command, models, report, runner
 from pod.evaluation.texts import read_text
 from pod.exit_status import exit_status
+from pod.weights import weights_hash
 
 NEEDLE = "\nThe best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day.\n"
 KEY_WORDS = ("eat", "sandwich", "sit", "dolores", "park", "sunny", "day")
@@ -118,6 +119,7 @@ def run(options: argparse.Namespace) -> None:
     settings = {"ckpt": options.ckpt, "haystack": sha256(text.encode()).hexdigest()}
     runner.check_settings(options.out, settings, partly=True)
     model, tokenizer = models.load(options.ckpt)
+    settings["weights"] = weights_hash(options.ckpt)
     variants = models.variants(model, options.eviction)
     requests = make_requests(tokenizer, text, lengths, depths)
     found = runner.predict_each(variants, tokenizer, requests, options.out, "needle", options.batch_size, settings)

@@ -26,7 +26,7 @@ from pathlib import Path
 from pod import eviction
 from pod.evaluation import command, models, report
 from pod.evaluation.haystack import ADJECTIVES, NOUNS
-from pod.evaluation.models import by_row, label_of
+from pod.evaluation.models import by_row, label_of, parameters_of
 from pod.evaluation.passkey import PHRASES, generate_greedily, passkey_accuracy, passkey_prompts
 from pod.evaluation.texts import read_text
 from pod.exit_status import exit_status
@@ -169,7 +169,7 @@ def main(arguments: list[str] | None = None) -> None:
         options.eviction,
         options.protocol,
     )
-    report.write_json(options.out / "passkey.json", result)
+    report.write_json(options.out / "passkey.json", result | {"parameters": parameters_of(options.eviction)})
     draw(result, options.out / "passkey.png")
     header = ["model", *(f"{length} tokens" for length in result["lengths"]), "mean"]
     rows = [

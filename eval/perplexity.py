@@ -24,7 +24,7 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerBase
 
 from pod import eviction
 from pod.evaluation import command, models, report
-from pod.evaluation.models import by_row, label_of
+from pod.evaluation.models import by_row, label_of, parameters_of
 from pod.evaluation.perplexity import Perplexity, check_streamed, perplexity
 from pod.evaluation.texts import prepared, read_text, stretches, token_ids
 from pod.exit_status import exit_status
@@ -159,7 +159,8 @@ def main(arguments: list[str] | None = None) -> None:
         options.evicting_only,
     )
     summary = {ckpt: {name: one.summary() for name, one in found.items()} for ckpt, found in results.items()}
-    report.write_json(options.out / "perplexity.json", {"stream": options.stream, "models": summary})
+    written = {"stream": options.stream, "parameters": parameters_of(options.eviction), "models": summary}
+    report.write_json(options.out / "perplexity.json", written)
     draw(results, options.out / "perplexity.png")
     rows = []
     for label, result in by_row(results).items():

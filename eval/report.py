@@ -13,6 +13,7 @@ import argparse
 import csv
 import io
 import sys
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def read_run(folder: Path) -> dict[str, Any]:
         if model and name in ("kind", "tokens") or name in model:
             _field(model, settings_file, name, types, None)
     text = _field(settings, settings_file, "eviction", str | None, None)
-    method = methods.parse(text) if text else None
+    method = _method(text, settings, settings_file) if text else None
     kind = model.get("kind", "dense")
     parts = [*([kind] if kind != "dense" else []), *([type(method).__name__] if method else [])]
     return {
@@ -109,6 +110,23 @@ def _field(content: dict, path: Path, name: str, types: Any, default: Any) -> An
         wanted = str(getattr(types, "__name__", types))
         raise ValueError(f"{path}: field {name!r} must be {wanted}, got {value!r}")
     return value
+
+
+def _method(text: str, settings: dict, path: Path) -> Any:
+    """The eviction method that ran, with what its hyper-parameters were then.
+
+    Raises:
+        ValueError: they were not noted.
+    """
+    method = methods.parse(text)
+    if settings.get("parameters") is None:
+        raise ValueError(
+            f"{path} notes no parameters of {text}, as by earlier versions, and defaults may have changed: run "
+            "eval/longbench.py again into another --out"
+        )
+    given = _field(settings, path, "parameters", dict, None)
+    plain = [one.name for one in fields(method) if not isinstance(getattr(method, one.name), methods.Eviction)]
+    return replace(method, **{name: given[name] for name in plain if name in given})
 
 
 def _window(model: dict, kind: str, method: Any) -> str:

@@ -23,6 +23,7 @@ from pod.evaluation.haystack import Haystack
 from pod.evaluation.ruler_tasks import TASKS
 from pod.evaluation.texts import read_text
 from pod.exit_status import exit_status
+from pod.weights import weights_hash
 
 
 def run(options: argparse.Namespace) -> None:
@@ -76,6 +77,7 @@ def predict(
     """
     runner.check_settings(out, settings, partly=True)
     model, tokenizer = models.load(ckpt)
+    settings |= {"weights": weights_hash(ckpt)}
     variants = models.variants(model, options.eviction)
     sets = {
         f"{task}-{length}": ruler.make_requests(

@@ -32,6 +32,7 @@ from pod.evaluation.perplexity import check_streamed, perplexity
 from pod.evaluation.texts import read_text, stretches, token_ids
 from pod.exit_status import exit_status
 from pod.files import check_writable, read_json
+from pod.weights import weights_hash
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))
 from demo_corpus import held_out_text  # noqa: E402
@@ -165,7 +166,7 @@ def run(options: argparse.Namespace) -> list[dict]:
     """Measure what is not there yet, and write all; returns the points asked for.
 
     Raises:
-        ValueError: an option that cannot be, or results of other settings in --out.
+        ValueError: an option that cannot be, or results of other settings, weights or methods in --out.
     """
     if options.depths < 2 or min(options.samples, options.texts, options.batch_size, options.stream) < 1:
         raise ValueError("--depths must be at least 2, --samples, --texts, --batch-size and --stream at least 1")
@@ -174,9 +175,16 @@ def run(options: argparse.Namespace) -> list[dict]:
     settings = {name: getattr(options, name) for name in names} | {"text": sha256(text.encode()).hexdigest()}
     runner.check_settings(options.out, settings)
     loaded = {ckpt: models.load(ckpt) for ckpt in options.ckpt}
+    hashes = {ckpt: weights_hash(ckpt) for ckpt in loaded}
     wanted = planned({ckpt: one for ckpt, (one, _) in loaded.items()}, options.methods, options.budgets)
     path = options.out / "trade_off.json"
     done = read_points(path)
+    made_with = {}
+    for ckpt, _, _, variant in wanted:
+        key = (ckpt, variant.name)
+        made_with[key] = {"weights": hashes[ckpt], "parameters": models.parameters(variant.method)}
+        if key in done:
+            runner.refuse_others(f"{path} holds {', '.join(key)}", done[key], made_with[key], "file")
     rows = []
     with tqdm(wanted, desc="points", unit=" points") as bar:
         for ckpt, method, budget, variant in bar:
@@ -184,7 +192,7 @@ def run(options: argparse.Namespace) -> list[dict]:
             if key not in done:
                 label = label_of(ckpt, variant.name)
                 found = measure(variant.model, loaded[ckpt][1], text, variant.method, options, label)
-                done[key] = {"ckpt": ckpt, "eviction": variant.name, **found}
+                done[key] = {"ckpt": ckpt, "eviction": variant.name, **made_with[key], **found}
                 runner.settle(options.out, settings)
                 report.write_json(path, {"settings": settings, "points": list(done.values())})
             rows.append({**done[key], "method": method, "budget": budget})

@@ -365,11 +365,28 @@ def check_settings(folder: str | Path, settings: dict[str, Any], partly: bool = 
     earlier = read_json(path)
     if not isinstance(earlier, dict):
         raise ValueError(f"{path}: not the settings of predictions: choose another --out, or remove the folder")
-    for name in sorted(set(settings) if partly else set(earlier) | set(settings)):
-        if earlier.get(name) != settings.get(name):
+    names = set(settings) if partly else set(earlier) | set(settings)
+    refuse_others(f"--out {folder} holds predictions", earlier, {name: settings.get(name) for name in names}, "folder")
+
+
+def refuse_others(what: str, earlier: dict[str, Any], settings: dict[str, Any], place: str) -> None:
+    """Refuse results that were not made with these settings.
+
+    Args:
+        what: says where which results are.
+        earlier: what they were made with, as JSON gives it back.
+        settings: what they would be made with now.
+        place: what to remove.
+
+    Raises:
+        ValueError: a setting differs, or the results, of an earlier version of the library, do not tell.
+    """
+    for name, value in sorted(settings.items()):
+        if earlier.get(name) != value:
+            untold = "" if name in earlier else " (none is noted there, as by earlier versions)"
             raise ValueError(
-                f"--out {folder} holds predictions with {name} {earlier.get(name)!r}, now it is "
-                f"{settings.get(name)!r}: choose another --out, or remove the folder"
+                f"{what} with {name} {earlier.get(name)!r}, now it is {value!r}{untold}: choose another --out, or "
+                f"remove the {place}"
             )
 
 

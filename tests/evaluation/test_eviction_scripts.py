@@ -132,7 +132,9 @@ def test_passkey_rows_by_checkpoint_and_method(ckpt, dense_ckpt, text, tmp_path,
     caches = [cache for _, cache in used if cache is not None]
     assert len(set(map(id, caches))) == 8
     assert all(int((cache.positions(0) >= 0).sum(-1).max()) <= 48 + 7 for cache in caches)
-    found = json.loads((tmp_path / "passkey.json").read_text())["models"]
+    result = json.loads((tmp_path / "passkey.json").read_text())
+    assert result["parameters"][H2O] == {"method": "H2O", "budget": 48, "query_aware": True, "recent": None}
+    found = result["models"]
     assert {name: list(values) for name, values in found.items()} == {
         str(one): ["none", SNAPKV, H2O] for one in (ckpt, dense_ckpt)
     }
@@ -217,8 +219,10 @@ def test_perplexity_script_streams_whole_files(dense_ckpt, text, tmp_path, capsy
     arguments = ["--ckpt", str(dense_ckpt), "--text", str(other), str(text), "--out", str(tmp_path / "out")]
     arguments += ["--length", "all", "--stream", "50", "--eviction", methods]
     assert perplexity_script.main([*arguments, "--evicting-only"]) == 0
-    (found,) = json.loads((tmp_path / "out" / "perplexity.json").read_text())["models"].values()
-    assert list(found) == ["streamingllm:budget=32", "cascade:budget=24,sinks=8"]
+    result = json.loads((tmp_path / "out" / "perplexity.json").read_text())
+    (found,) = result["models"].values()
+    assert list(found) == list(result["parameters"]) == ["streamingllm:budget=32", "cascade:budget=24,sinks=8"]
+    assert all(set(one) == {"method", *vars(eviction.parse(name))} for name, one in result["parameters"].items())
     assert all(one["tokens"] == 300 + len(TEXT) - 1 for one in found.values())
     assert perplexity_script.main([*arguments, "--limit", "1"]) == 0
     (found,) = json.loads((tmp_path / "out" / "perplexity.json").read_text())["models"].values()
@@ -239,11 +243,10 @@ def test_perplexity_script_streams_whole_files(dense_ckpt, text, tmp_path, capsy
 # ---------------------------------------------------------------------- benchmarks of generated text
 
 
-@pytest.mark.parametrize("name", ["needle", "ruler", "longbench"])
-def test_a_folder_for_each_method(name, ckpt, model, tokenizer, tmp_path, capsys, monkeypatch):
-    story = tmp_path / "story.txt"
+def benchmark(name, folder):
+    """(main, arguments without --ckpt and --out, the set's name) of a benchmark of one prompt, its data in a folder."""
+    story, data = folder / "story.txt", folder / "data"
     story.write_text(STORY * 20)
-    data = tmp_path / "data"
     data.mkdir()
     sample = {
         "context": STORY * 4,
@@ -259,8 +262,13 @@ def test_a_folder_for_each_method(name, ckpt, model, tokenizer, tmp_path, capsys
         "ruler": (["--tasks", "niah_single_1", "--lengths", "480", "--samples", "1"], "niah_single_1-480"),
         "longbench": (["--tasks", "hotpotqa", "--data", str(data), "--max-length", "200"], "hotpotqa"),
     }
-    more, set_ = runs[name]
-    main, out = script(f"eval/{name}.py").main, tmp_path / name
+    return script(f"eval/{name}.py").main, *runs[name]
+
+
+@pytest.mark.parametrize("name", ["needle", "ruler", "longbench"])
+def test_a_folder_for_each_method(name, ckpt, model, tokenizer, tmp_path, capsys, monkeypatch):
+    main, more, set_ = benchmark(name, tmp_path)
+    out = tmp_path / name
     arguments = ["--ckpt", str(ckpt), "--out", str(out), *more]
     assert main(arguments) == 0
     plain = (out / f"{set_}.jsonl").read_bytes()
@@ -297,6 +305,48 @@ def test_a_folder_for_each_method(name, ckpt, model, tokenizer, tmp_path, capsys
     compared = (out / "comparison.md").read_text()
     assert SNAPKV in compared and H2O in compared and "none" in compared
     assert compared.strip() in capsys.readouterr().out
+
+
+def changed(file, **fields):
+    """The file's JSON with other fields; None takes one out."""
+    content = {**json.loads(file.read_text()), **fields}
+    file.write_text(json.dumps({name: value for name, value in content.items() if value is not None}))
+
+
+@pytest.mark.parametrize("name", ["needle", "ruler", "longbench"])
+def test_predictions_of_other_weights_or_hyper_parameters_are_not_taken(name, tmp_path, capsys, monkeypatch):
+    main, more, _ = benchmark(name, tmp_path)
+    out, base = tmp_path / "out", tmp_path / "model"
+    arguments = ["--ckpt", str(save(tiny_llama(), base)), "--out", str(out), *more, "--eviction", SNAPKV]
+    plain, evicted = out / "settings.json", out / SNAPKV.replace(":", "-") / "settings.json"
+    assert main(arguments) == 0
+    wanted = {"method": "SnapKV", "budget": 48, "query_aware": True, "window": 8, "kernel_size": 7, "pooling": "max"}
+    found = json.loads(evicted.read_text())
+    assert found["parameters"] == wanted and found["weights"] == json.loads(plain.read_text())["weights"]
+    files = {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}
+
+    def refused(*words):
+        capsys.readouterr()
+        assert main(arguments) == 2
+        said = capsys.readouterr().err
+        for word in (*words, "choose another --out, or remove the folder"):
+            assert word in said
+        for file, content in files.items():
+            file.write_bytes(content)
+
+    # Another default, as another version of the library may have; then what an earlier version wrote.
+    changed(evicted, parameters=wanted | {"kernel_size": 5})
+    refused(f"--out {evicted.parent} holds predictions with parameters", "'kernel_size': 5", "'kernel_size': 7")
+    changed(evicted, parameters=None)
+    refused(
+        f"--out {evicted.parent} holds predictions with parameters None", "none is noted there, as by earlier versions"
+    )
+    changed(plain, weights=None)
+    refused(f"--out {out} holds predictions with weights None", "none is noted there, as by earlier versions")
+    monkeypatch.setattr(runner, "_generate", None)  # nothing is made again
+    assert main(arguments) == 0
+    save(tiny_llama(seed=1), base)
+    refused(f"--out {out} holds predictions with weights '{found['weights']}', now it is '")
 
 
 def test_score_only_takes_one_folder(tmp_path, capsys):
@@ -388,6 +438,42 @@ def test_the_trade_off_goes_on_where_it_was_killed(ckpt, dense_ckpt, text, tmp_p
         error = capsys.readouterr().err
         assert any(part in error for part in message.split("|")), error
     assert len(calls) == 12
+
+
+def test_points_of_other_weights_or_hyper_parameters_are_not_taken(text, tmp_path, capsys, monkeypatch):
+    trade_off, out, base = script("eval/trade_off.py"), tmp_path / "out", save(tiny_llama(), tmp_path / "model")
+    arguments = ["--ckpt", str(base), "--text", str(text), "--out", str(out), "--methods", "h2o", "--budgets", "40"]
+    arguments += ["--depths", "2", "--samples", "1", "--texts", "1", "--length", "150"]
+    assert trade_off.main(arguments) == 0
+    file = out / "trade_off.json"
+    whole = json.loads(file.read_text())
+    plain, evicted = whole["points"]
+    assert evicted["parameters"] == {"method": "H2O", "budget": 40, "query_aware": True, "recent": None}
+    assert plain["parameters"] is None and plain["weights"] == evicted["weights"]
+    monkeypatch.setattr(trade_off, "measure", None)  # nothing is measured again
+    assert trade_off.main(arguments) == 0
+    default = {"parameters": evicted["parameters"] | {"recent": 3}}
+    for number, change, words in [
+        (1, default, (f"{base}, h2o:budget=40 with parameters", "'recent': 3", "'recent': None")),
+        (
+            1,
+            {"parameters": None},
+            (f"{base}, h2o:budget=40 with parameters None", "none is noted there, as by earlier versions"),
+        ),
+        (0, {"weights": None}, (f"{base}, none with weights None", "none is noted there, as by earlier versions")),
+    ]:
+        points = [dict(point) for point in whole["points"]]
+        points[number] |= change
+        points[number] = {name: value for name, value in points[number].items() if value is not None}
+        file.write_text(json.dumps(whole | {"points": points}))
+        assert trade_off.main(arguments) == 2
+        said = capsys.readouterr().err
+        for word in (*words, f"{file} holds", "choose another --out, or remove the file"):
+            assert word in said
+    file.write_text(json.dumps(whole))
+    save(tiny_llama(seed=1), base)
+    assert trade_off.main(arguments) == 2
+    assert f"{base}, none with weights '{plain['weights']}', now it is '" in capsys.readouterr().err
 
 
 def test_a_typo_does_not_block_the_folder_of_a_trade_off(ckpt, text, tmp_path, capsys):

@@ -161,6 +161,7 @@ def test_script(tmp_path, capsys):
         "dense, all logits", "PoD, all logits",
     ]  # fmt: skip
     assert result["reserved"] == 0 and result["device"] == "CPU" and "published" not in result
+    assert result["parameters"]["snapkv:budget=12,window=4"]["kernel_size"] == 7
     for row in result["rows"].values():
         for cell in row["cells"]:
             assert cell["batch"] == pytest.approx(cell["measured"], rel=0.15) and cell["batch"] > 5

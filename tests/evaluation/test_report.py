@@ -23,7 +23,9 @@ def write_run(folder, level, model=None, saving=None, eviction=None, samples=3, 
     scores = {name: level + index for index, name in enumerate(longbench.GROUPS["pod"])}
     result = {"scores": scores, "averages": longbench.averages(scores), "samples": dict.fromkeys(scores, samples)}
     (folder / "scores.json").write_text(json.dumps(result))
-    settings = {"ckpt": "an/id", "max_length": 31500, "model": model, "eviction": eviction} | settings
+    parameters = models.parameters(None if eviction is None else pod.eviction.parse(eviction))
+    known = {"ckpt": "an/id", "max_length": 31500, "model": model, "eviction": eviction, "parameters": parameters}
+    settings = known | settings
     (folder / "settings.json").write_text(json.dumps(settings))
     if saving is not None:
         (folder / "cache.json").write_text(json.dumps({"tokens": 9, "bytes": 1, "dense_bytes": 2, "saving": saving}))
@@ -93,7 +95,15 @@ def test_a_baseline_is_known_by_what_the_benchmark_saved(model, tmp_path, capsys
     stock = tiny_llama()
     assert models.facts(stock) == {"kind": "dense", "tokens": 2048, "kv_saving": 0.0}
     as_pod = models.Variant("x", models.as_pod(tiny_llama()), pod.eviction.SnapKV(64))
-    assert as_pod.settings() == {"model": models.facts(stock), "eviction": "x"}
+    parameters = {
+        "method": "SnapKV",
+        "budget": 64,
+        "query_aware": True,
+        "window": 32,
+        "kernel_size": 7,
+        "pooling": "max",
+    }
+    assert as_pod.settings() == {"model": models.facts(stock), "eviction": "x", "parameters": parameters}
     assert report.read_run(Path(write_run(tmp_path / "dense", 40)))["is_dense"]
     mine = write_run(tmp_path / "mine", 30, POD)
     assert report.main([mine, "--out", str(tmp_path / "out"), "--no-published"]) == 0
@@ -114,6 +124,20 @@ def test_a_baseline_is_known_by_what_the_benchmark_saved(model, tmp_path, capsys
 def test_windows_have_the_sinks_that_are_kept_apart(tmp_path, eviction, dense, shared):
     rows = [write_run(tmp_path / name, 1, facts, eviction=eviction) for name, facts in (("a", None), ("b", POD))]
     assert [report.read_run(Path(row))["window"] for row in rows] == [dense, shared]
+
+
+def test_a_method_is_what_it_was_when_it_ran(tmp_path, capsys):
+    """Not what its text would mean by the defaults of today."""
+    parameters = models.parameters(pod.eviction.Cascade(4096)) | {"sinks": 32}
+    run = write_run(tmp_path / "run", 1, eviction="cascade:budget=4096", parameters=parameters)
+    assert report.read_run(Path(run))["window"] == "32+4K"
+    old = write_run(tmp_path / "old", 1, eviction="cascade:budget=4096", parameters=None)
+    assert report.main([old, "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert (
+        f"{old}/settings.json notes no parameters of cascade:budget=4096" in said
+        and "run eval/longbench.py again" in said
+    )
 
 
 def test_runs_that_were_asked_otherwise_are_not_compared(tmp_path, capsys):
