@@ -20,6 +20,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import torch
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase
 
 from pod import eviction
@@ -29,6 +30,8 @@ from pod.evaluation.perplexity import Perplexity, check_streamed, perplexity
 from pod.evaluation.texts import prepared, read_text, stretches, token_ids
 from pod.exit_status import exit_status
 from pod.files import check_writable
+from pod.prepared import PreparedData
+from pod.tokenizer import check_tokenizer, check_vocabulary
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))
 from demo_corpus import held_out_text  # noqa: E402
@@ -62,8 +65,8 @@ def evaluate(
         [checkpoint][method], the method "none" without eviction.
 
     Raises:
-        ValueError: a checkpoint, text or method that cannot be; methods without `stream`, or with
-            `query_aware=False`; `evicting_only` without methods.
+        ValueError: a checkpoint, text or method that cannot be; data of another tokenizer; methods without `stream`, or
+            with `query_aware=False`; `evicting_only` without methods.
     """
     if (length is not None and length < 2) or limit < 1 or batch_size < 1:
         raise ValueError("--length must be at least 2, --limit and --batch-size at least 1")
@@ -77,6 +80,8 @@ def evaluate(
     results: dict[str, dict[str, Perplexity]] = {}
     for ckpt in ckpts:
         model, tokenizer = models.load(ckpt)
+        if data is not None:
+            check_ids(data, limit, batch_size, ckpt, model.config.get_text_config().vocab_size)
         results[ckpt] = {}
         for variant in models.variants(model, methods)[1 if evicting_only else 0 :]:
             if data is not None:
@@ -94,6 +99,18 @@ def evaluate(
                 label=label_of(ckpt, variant.name),
             )
     return results
+
+
+def check_ids(data: str, limit: int, batch_size: int, ckpt: str, vocab_size: int) -> None:
+    """See that the samples' ids are tokens of the model, and the same ones as when they were prepared.
+
+    Raises:
+        ValueError: some are not.
+    """
+    used = set(torch.cat([batch.flatten() for batch in prepared(data, limit, batch_size)]).tolist())
+    if max(used) >= vocab_size:
+        check_vocabulary(PreparedData(data), vocab_size)
+    check_tokenizer(PreparedData(data), ckpt, used)
 
 
 def known_bytes(tokenizer: PreTrainedTokenizerBase) -> float | None:

@@ -49,7 +49,7 @@ from pod.recipe_loading import main_recipe, save
 from pod.stock import first_config
 from pod.strategy import UlyssesDeepSpeedStrategy
 from pod.terminal import Stopped
-from pod.tokenizer import check_vocabulary, load_tokenizer, warn_of_another_tokenizer
+from pod.tokenizer import check_tokenizer, check_vocabulary, load_tokenizer
 from pod.weights import load_causal_lm
 
 
@@ -233,7 +233,7 @@ def check_data(recipe: Recipe, data: PodDataModule) -> None:
         check_vocabulary(prepared, vocab_size)
         named.setdefault(prepared.tokenizer, prepared)
     for prepared in named.values() if rank_zero_only.rank == 0 else ():
-        warn_of_another_tokenizer(prepared, name or recipe.model.base)
+        check_tokenizer(prepared, name or recipe.model.base)
 
 
 def fit(recipe: Recipe) -> lightning.Trainer:

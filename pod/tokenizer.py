@@ -1,6 +1,7 @@
 """Tokenizers by name, and whether prepared data can be learned by a model: its ids, and what they stand for."""
 
 import sys
+from collections.abc import Collection
 
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase
 
@@ -40,12 +41,19 @@ def check_vocabulary(data: PreparedData, vocab_size: int) -> None:
         )
 
 
-def warn_of_another_tokenizer(data: PreparedData, name: str) -> None:
-    """Say on stderr when ids of prepared data stand for other tokens than the tokenizer `name` means by them.
+def check_tokenizer(data: PreparedData, name: str, used: Collection[int] | None = None) -> None:
+    """See whether ids of prepared data stand for other tokens than the tokenizer `name` means by them.
 
     Tokenizers of two names are compared id by id: a directory that was moved or a longer vocabulary is no other one.
-    It is not an error, as a few reserved ids may be named anew without harm; nor is it that the data's tokenizer is not
-    here. Nothing is said where the model's is not.
+    That the data's tokenizer is not here is no error: a warning on stderr says so. Nothing is said where the model's is
+    not.
+
+    Args:
+        used: ids that are known to be in the data, all of which must be the same; None compares all, and only warns,
+            as a few reserved ids may be named anew without harm.
+
+    Raises:
+        ValueError: one of the ids `used` is another token.
     """
     if data.tokenizer == name:
         return
@@ -53,21 +61,23 @@ def warn_of_another_tokenizer(data: PreparedData, name: str) -> None:
         mine = load_tokenizer(name).get_vocab()
     except ValueError:
         return
+    others = []
     try:
         theirs = load_tokenizer(data.tokenizer).get_vocab()
     except ValueError as error:
         problem = f"which cannot be compared ({error})"
     else:
         ours = {index: token for token, index in mine.items()}
-        others = sorted((index, token) for token, index in theirs.items() if ours.get(index) != token)
+        compared = {index: token for token, index in theirs.items() if used is None or index in used}
+        others = sorted((index, token) for index, token in compared.items() if ours.get(index) != token)
         if not others:
             return
         index, token = others[0]
+        what = "ids" if used is None else "ids in it"
         problem = (
-            f"and {len(others)} of {len(theirs)} ids are other tokens (id {index}: {token!r}, {ours.get(index)!r})"
+            f"and {len(others)} of {len(compared)} {what} are other tokens (id {index}: {token!r}, {ours.get(index)!r})"
         )
-    print(
-        f"warning: {data.path} was prepared with the tokenizer {data.tokenizer!r}, the model's is {name!r}, {problem}: "
-        "if these are not the same, prepare again with the model's",
-        file=sys.stderr,
-    )
+    said = f"{data.path} was prepared with the tokenizer {data.tokenizer!r}, the model's is {name!r}, {problem}: "
+    if others and used is not None:
+        raise ValueError(f"{said}prepare again with the model's")
+    print(f"warning: {said}if these are not the same, prepare again with the model's", file=sys.stderr)

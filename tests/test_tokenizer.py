@@ -1,9 +1,11 @@
-"""What fit and export say of tokenizers: one that is not there, and data that another one prepared."""
+"""What fit, export and perplexity say of tokenizers: one that is not there, and data that another one prepared."""
 
 import json
+import re
 
 import numpy as np
 import pytest
+from scripts import save, script, tiny_llama
 from test_fit import CONFIG, recipe_file
 from tokenizers import Tokenizer, models
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
@@ -113,3 +115,33 @@ def test_a_tokenizer_that_is_not_there_is_named(tmp_path):
     assert not (tmp_path / "export").exists()
     (tmp_path / "elsewhere").rename(gone)
     assert (export(tmp_path / "run", tmp_path / "export") / "tokenizer_config.json").exists()
+
+
+def test_perplexity_refuses_data_of_another_tokenizer(tmp_path, capsys):
+    """Ids that are not in the data do not matter."""
+    perplexity, names = script("eval/perplexity.py"), [f"word {index}" for index in range(259)]
+    model = save(tiny_llama(), tmp_path / "model")
+
+    def measured(data, *renamed):
+        capsys.readouterr()
+        words(model, *(f"{name} anew" if index in renamed else name for index, name in enumerate(names)))
+        code = perplexity.main(
+            ["--ckpt", str(model), "--data", str(data), "--limit", "2", "--out", str(tmp_path / "out")]
+        )
+        return code, capsys.readouterr().err
+
+    code, said = measured(write(tmp_path / "bytes"))
+    assert code == 2 and not (tmp_path / "out" / "perplexity.json").exists()
+    assert f"{tmp_path / 'bytes'} was prepared with the tokenizer 'bytes', the model's is '{model}'" in said
+    assert re.search(r"and (\d+) of \1 ids in it are other tokens \(id (\d+): '.+', 'word \2'\): prepare again", said)
+    theirs = write(tmp_path / "words", words(tmp_path / "tokenizer", *names))
+    assert measured(theirs)[0] == 0
+    code, said = measured(theirs, 1, 2)
+    assert code == 0 and "warning" not in said
+    code, said = measured(theirs, 1, 2, 258)
+    assert code == 2 and "ids in it are other tokens (id 258: 'word 258', 'word 258 anew')" in said
+    code, said = measured(write(tmp_path / "more", vocab_size=300))
+    assert code == 2 and "of 300 ids, but the model has 259: prepare again with" in said
+    (tmp_path / "tokenizer").rename(tmp_path / "gone")
+    code, said = measured(theirs)
+    assert code == 0 and "which cannot be compared (no tokenizer can be loaded from" in said
