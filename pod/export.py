@@ -171,14 +171,13 @@ def tokenizer_of(run: Path, base: str | None) -> PreTrainedTokenizerBase | None:
     Raises:
         ValueError: the run's recipe cannot be read, or the tokenizer that it names cannot.
     """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
+    from pod.recipe import RecipeError  # brings omegaconf
+    from pod.recipe_loading import read_recipe
 
     recipe = run / "recipe.yaml"
     try:
-        name = OmegaConf.load(recipe)["model"].get("tokenizer") if recipe.exists() else None
-    except (AttributeError, KeyError, TypeError, ValueError, OmegaConfBaseException, YAMLError) as error:
+        name = read_recipe(recipe)["model"].get("tokenizer") if recipe.exists() else None
+    except (AttributeError, KeyError, RecipeError) as error:
         raise ValueError(f"{recipe} is truncated or damaged, it names the run's tokenizer: {error}") from error
     if name is not None:
         try:

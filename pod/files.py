@@ -188,6 +188,34 @@ def check_sums(folder: str | os.PathLike[str]) -> None:
             )
 
 
+_OWN_SUM = re.compile(r"(\{\n)?\W*sha256 of the other lines\W+([0-9a-f]{64})\b.*(?:\n|\Z)")
+
+
+def with_sum(text: str, line: str) -> str:
+    """A text, of YAML or of JSON's `{`, that begins with a checksum of itself: no cut takes that and leaves the rest.
+
+    Args:
+        text: its lines.
+        line: the line that is added, with `sha256 of the other lines` and {} in it, where the checksum goes.
+    """
+    brace = "{\n" if text.startswith("{\n") else ""
+    return brace + line.format(hashlib.sha256(text.encode()).hexdigest()) + text.removeprefix(brace)
+
+
+def check_sum(path: str | os.PathLike[str], text: str) -> None:
+    """Compare the text of a file with the checksum that it begins with, where it has one.
+
+    Raises:
+        ValueError: it is another; names the file.
+    """
+    found = _OWN_SUM.match(text)
+    if found and hashlib.sha256(((found[1] or "") + text[found.end() :]).encode()).hexdigest() != found[2]:
+        raise ValueError(
+            f"{path} is truncated or damaged, or was changed: its sha256 is not the one that it begins with. If it was "
+            "changed on purpose, take that line out"
+        )
+
+
 @contextmanager
 def opening(where: str | os.PathLike[str]) -> Iterator[None]:
     """Say of a model's directory what is wrong with it, whatever transformers and safetensors raise in the block.

@@ -26,6 +26,7 @@ from pod import analyze, export, fit, generate
 from pod.checkpoints import is_whole, last_checkpoint
 from pod.files import check_writable, naming, publish, read_json, replacing
 from pod.prepared import PreparedData
+from pod.recipe_loading import load_recipe
 from pod.sample_writer import SampleWriter
 
 LENGTH = 64
@@ -273,6 +274,45 @@ def test_a_damaged_file_is_named(name, kind, file, how, world, tmp_path, capsys)
     refused(capsys, command(name, world, out, **{kind: tmp_path / kind}), tmp_path / kind)
     assert victim.read_bytes() == broken
     assert out == tmp_path / kind or not list(out.rglob("*.*"))
+
+
+def read_recipe(file):
+    return load_recipe([f"recipe={file}"])
+
+
+@pytest.mark.parametrize("name,read", [("recipe.yaml", read_recipe), ("blocks.json", pod.LayerBlocks.load)])
+def test_a_runs_recipe_and_blocks_that_were_cut_or_changed_are_not_read(name, read, world, tmp_path):
+    whole, unharmed = (world / "run" / name).read_bytes(), read(world / "run" / name)
+    file = tmp_path / name
+    ends = [match.end() for match in re.finditer(b"\n", whole)]
+    assert ends[-1] == len(whole) and len(ends) > 8
+    for end in sorted({0, *ends[:-1], *(end - 1 for end in ends)}):
+        file.write_bytes(whole[:end])
+        with pytest.raises(ValueError, match=re.escape(str(file)) if end > ends[0] else None):
+            read(file)
+        if name == "recipe.yaml":  # half of one may be a recipe, as long as the paths in it are
+            with pytest.raises(ValueError, match=re.escape(str(file))):
+                export.tokenizer_of(tmp_path, None)
+    for place in range(len(whole)):
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 2]) + whole[place + 1 :])
+        try:
+            assert read(file) == unharmed, place
+        except ValueError as error:
+            assert str(file) in str(error)
+    # Who changes it on purpose takes the line out; the version before wrote none.
+    file.write_bytes(b"".join(line for line in whole.splitlines(keepends=True) if b"sha256" not in line))
+    assert read(file) == unharmed
+
+
+def test_a_run_goes_on_whose_recipe_is_damaged_and_says_what_is_not_compared(world, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(world / "run", run)
+    whole = (run / "recipe.yaml").read_bytes()
+    (run / "recipe.yaml").write_bytes(whole[:-30])
+    main, arguments = command("fit", world, run)
+    assert main([*arguments, "trainer.max_steps=3"]) == 0
+    assert f"warning: {run / 'recipe.yaml'} is truncated" in capsys.readouterr().err
+    assert read_recipe(run / "recipe.yaml").trainer.max_steps == 3
 
 
 @pytest.mark.parametrize("how", [cut, empty])
