@@ -52,6 +52,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    # Ctrl-C ends the command as any kill may, and its workers end with it. An exception would be a traceback while the
+    # modules below are read, and is dropped by Python where it runs functions after a fork.
+    def _interrupt(*_: object, process: int = os.getpid()) -> None:
+        if os.getpid() == process:
+            os.write(2, b"\ninterrupted\n")
+        os._exit(130)
+
+    signal.signal(signal.SIGINT, _interrupt)
+
 import numpy as np
 import summary
 from chat import load_chat
@@ -162,7 +172,8 @@ def prepare(
         FileNotFoundError: no input files.
         FileExistsError: `out` exists (without `force`).
         ValueError: nothing readable in the input, or too little of it, none of it for training, a bad argument, an
-            unknown tokenizer, a bad MDS shard, intervals that cannot give equal shares, another run at work on `out`.
+            unknown tokenizer, a bad MDS shard, intervals that cannot give equal shares, another run at work on `out`,
+            `out` inside a source or around it.
     """
     from pod.files import write_text
     from pod.prepared import token_dtype
@@ -199,6 +210,13 @@ def prepare(
                 raise ValueError(f"--chat reads {', '.join(LINES)}, and {name} is among the sources")
     out = Path(out)
     SampleWriter(out, sequence_length=sequence_length, vocab_size=vocab_size, tokenizer=tokenizer, force=force)
+    for source in map(Path, sources):
+        if out.resolve().is_relative_to(source.resolve()):
+            raise ValueError(f"--out {out} lies inside --source {source}: the next run would read what this one writes")
+        if source.resolve().is_relative_to(out.resolve()):
+            raise ValueError(
+                f"--source {source} lies inside --out {out}, which is to be replaced: choose another --out"
+            )
     with work_folder(out) as work:
         task = partial(read_unit, reading=reading, folder=work, skip_bad_shards=skip_bad_shards)
         units_read = in_parallel(task, units, num_proc, "Tokenising")

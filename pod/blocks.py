@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pod.files import read_json, replacing, write_text
+from pod.files import check_sum, read_json, replacing, with_sum, write_text
 
 FORMAT = "pod-layer-blocks"
 FORMAT_VERSION = 1
@@ -243,7 +243,7 @@ class LayerBlocks:
         """Write the blocks as JSON, one line per layer; folders are made as needed.
 
         The file is written aside and renamed, so that a reader never meets half of it. `kv_saving` is in it for people
-        to read, and lets `load` notice an anchor that was changed.
+        to read, and lets `load` notice an anchor that was changed; a checksum, whatever else was.
 
         Raises:
             TypeError: the metadata holds something that JSON cannot.
@@ -260,7 +260,7 @@ class LayerBlocks:
         lines = "".join(f"  {json.dumps(key)}: {json.dumps(value)},\n" for key, value in head.items())
         text = f'{{\n{lines}  "anchors": [\n{rows}\n  ]\n}}\n'
 
-        write_text(path, text)
+        write_text(path, with_sum(text, '  "sha256 of the other lines": "{}",\n'))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> LayerBlocks:
@@ -301,6 +301,7 @@ class LayerBlocks:
                 f"{path}: the anchors save {blocks.kv_saving}, but the file says kv_saving={content['kv_saving']!r}: "
                 "damaged, or written by hand; leave that line out there"
             )
+        check_sum(path, path.read_text(encoding="utf-8"))
         return blocks
 
     def plot(self, path: str | os.PathLike[str]) -> None:

@@ -183,7 +183,8 @@ def _found_by(checkpoint: Path, recipe: Recipe) -> dict[str, tuple[Any, Any]]:
         return {}
     try:
         before = load_recipe([f"recipe={file}"]).blocks
-    except RecipeError:  # of another version of the library, or damaged: the blocks themselves are compared
+    except RecipeError as error:  # of another version of the library, or damaged
+        print(f"warning: {error}. Only the blocks themselves are compared, not how they were found", file=sys.stderr)
         return {}
     if before.file is not None or before.size is not None:
         return {}

@@ -10,6 +10,7 @@ behind.
 
 import argparse
 import csv
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -26,7 +27,7 @@ from transformers import (
 from pod.blocks import LayerBlocks
 from pod.exit_status import exit_status
 from pod.families import pod_config
-from pod.files import naming, opening, publish, write_sums
+from pod.files import SUMS, locked, naming, opening, publish, read_sums, write_sums
 from pod.lora import merge
 from pod.stock import first_config
 from pod.tokenizer import load_tokenizer
@@ -173,14 +174,13 @@ def tokenizer_of(run: Path, base: str | None) -> PreTrainedTokenizerBase | None:
     Raises:
         ValueError: the run's recipe cannot be read, or the tokenizer that it names cannot.
     """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
+    from pod.recipe import RecipeError  # brings omegaconf
+    from pod.recipe_loading import read_recipe
 
     recipe = run / "recipe.yaml"
     try:
-        name = OmegaConf.load(recipe)["model"].get("tokenizer") if recipe.exists() else None
-    except (AttributeError, KeyError, TypeError, ValueError, OmegaConfBaseException, YAMLError) as error:
+        name = read_recipe(recipe)["model"].get("tokenizer") if recipe.exists() else None
+    except (AttributeError, KeyError, RecipeError) as error:
         raise ValueError(f"{recipe} is truncated or damaged, it names the run's tokenizer: {error}") from error
     if name is not None:
         try:
@@ -257,21 +257,53 @@ def export(ckpt: str | Path, out: str | Path, dtype: str | None = None, force: b
         ckpt: a run's folder or a checkpoint.
         out: the directory to write.
         dtype: "float32", "bfloat16" or "float16"; the training dtype when None.
-        force: replace `out` when it exists.
+        force: replace an export at `out`.
 
     Returns:
         `out`.
 
     Raises:
-        ValueError: `out` exists, the checkpoint is missing or damaged, or what was written does not give the
-            checkpoint's logits. Nothing is left behind.
+        ValueError: `out` exists, and is no export or `force` is off; it is or holds the checkpoint, its base or the
+            folder this runs in; another process writes it; the checkpoint is missing or damaged; or what was written
+            does not give the checkpoint's logits. Nothing is left behind.
     """
     ckpt, out = Path(ckpt), Path(out)
-    if out.exists() and not force:
-        raise ValueError(f"{out} exists: choose another --out, or replace it with --force")
+    _check_apart(out, {"the folder this runs in": Path.cwd(), "the checkpoint": ckpt})
+    with locked(out.with_name(f".{out.name}.lock"), out):
+        _check_free(out, force)
+        return _export(ckpt, out, None if dtype is None else getattr(torch, dtype))
+
+
+def _check_apart(out: Path, needed: dict[str, Path]) -> None:
+    """Refuse to write where something is that must stay."""
+    for what, path in needed.items():
+        if path.resolve().is_relative_to(out.resolve()):
+            raise ValueError(f"{out} is or holds {what}, {path}: choose another --out")
+
+
+def _check_free(out: Path, force: bool) -> None:
+    """Refuse to replace anything but an export: its files are those of its checksums, and the card."""
+    if not os.path.lexists(out):
+        return
+    if not force:
+        raise ValueError(f"{out} exists: choose another --out, or replace an export with --force")
+    if out.is_symlink() or not out.is_dir():
+        raise ValueError(f"{out} is no directory, so --force will not replace it: choose another --out")
+    found = {path.name: path.is_file() for path in out.iterdir()}
+    ours = {"README.md", SUMS, *read_sums(out)} if found.get(SUMS) and found.get("config.json") else set()
+    others = sorted(name for name, is_file in found.items() if not is_file or name not in ours)
+    if others:
+        raise ValueError(
+            f"{out} holds {', '.join(others[:3])}{' and more' if len(others) > 3 else ''}, not named by a {SUMS} as an "
+            "export's files are, so --force will not replace it: choose another --out, or remove it"
+        )
+
+
+def _export(ckpt: Path, out: Path, dtype: torch.dtype | None) -> Path:
     checkpoint, file = load_checkpoint(ckpt)
-    model = rebuild(checkpoint, None if dtype is None else getattr(torch, dtype))
+    model = rebuild(checkpoint, dtype)
     base = checkpoint["hyper_parameters"]["base"]
+    _check_apart(out, {} if base is None else {"the model that was trained": Path(base)})
     tokenizer = tokenizer_of(file.parent.parent, base)
     if tokenizer is not None:
         ids = {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id, "pad": tokenizer.pad_token_id}
@@ -281,7 +313,6 @@ def export(ckpt: str | Path, out: str | Path, dtype: str | None = None, force: b
     aside = out.with_name(f".{out.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)
     try:
-        aside.parent.mkdir(parents=True, exist_ok=True)
         with naming(out):
             model.save_pretrained(aside)
             if tokenizer is not None:
@@ -320,7 +351,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--ckpt", required=True, help="a run's folder or a checkpoint")
     parser.add_argument("--out", required=True, help="directory to write")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as trained")
-    parser.add_argument("--force", action="store_true", help="replace --out when it exists")
+    parser.add_argument("--force", action="store_true", help="replace an earlier export at --out")
     options = parser.parse_args(arguments)
     out = export(options.ckpt, options.out, options.dtype, options.force)
     print(f"written and verified: {out}")

@@ -14,12 +14,14 @@ import re
 import shutil
 import socket
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError, safe_open
@@ -129,6 +131,44 @@ def publish(aside: Path, path: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+@contextmanager
+def locked(path: Path, what: Path) -> Iterator[None]:
+    """Let one process at a time into the block.
+
+    The system gives the lock of a process that has died to the next one. Folders that were made for it, and the file,
+    go when the block ends, unless it was killed or has written there.
+
+    Args:
+        path: the lock's file, in which the process says who it is.
+        what: is written in the block; named when another process does so.
+
+    Raises:
+        ValueError: another process is in there; says which one, and since when.
+        OSError: the file cannot be written.
+    """
+    made = [folder for folder in path.parents if not folder.exists()]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        holder = path.read_text(encoding="utf-8").strip() or "another process"
+        raise ValueError(
+            f"{what} is being written by {holder} (it holds {path}): wait for it, end it, or write elsewhere"
+        ) from None
+    try:
+        began = time.strftime("%Y-%m-%d %H:%M:%S")
+        with naming(path):
+            path.write_text(f"process {os.getpid()} on {socket.gethostname()} since {began}\n", encoding="utf-8")
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        lock.release()
+        for folder in made:
+            with suppress(OSError):
+                folder.rmdir()
+
+
 def check_writable(folder: str | os.PathLike[str]) -> None:
     """Make a folder and see that a file can be written there: before hours of work, not after.
 
@@ -168,6 +208,12 @@ def write_sums(folder: Path) -> None:
     write_text(folder / SUMS, "".join(lines))
 
 
+def read_sums(folder: Path) -> dict[str, str]:
+    """The checksums that a directory has: file -> sha256."""
+    lines = (folder / SUMS).read_text(encoding="utf-8", errors="replace").splitlines()
+    return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+
+
 def check_sums(folder: str | os.PathLike[str]) -> None:
     """Compare a directory's files with their checksums, where it has any; reads every byte of them.
 
@@ -177,11 +223,10 @@ def check_sums(folder: str | os.PathLike[str]) -> None:
     folder = Path(folder)
     if not (folder / SUMS).is_file():
         return
-    lines = (folder / SUMS).read_text(encoding="utf-8", errors="replace").splitlines()
-    if not lines:
+    sums = read_sums(folder)
+    if not sums:
         raise ValueError(f"{folder / SUMS} is empty: export again, or remove it")
-    for line in lines:
-        digest, _, name = line.partition("  ")
+    for name, digest in sums.items():
         file = folder / name
         if not name or not file.is_file():
             raise ValueError(f"{folder / SUMS} names {name!r}, which is not there: export again")
@@ -198,8 +243,7 @@ def weights_sum(folder: str | os.PathLike[str]) -> str:
     Those of SHA256SUMS are taken from there, as `check_sums` has compared them; else every byte is read.
     """
     folder = Path(folder)
-    lines = (folder / SUMS).read_text(errors="replace").splitlines() if (folder / SUMS).is_file() else []
-    known = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    known = read_sums(folder) if (folder / SUMS).is_file() else {}
     files = {file for pattern in _TELLING for file in folder.glob(pattern) if file.is_file()}
     sizes = {file: file.stat().st_size for file in sorted(files, key=lambda file: file.name) if file.name not in known}
     size = sum(sizes.values())
@@ -209,6 +253,34 @@ def weights_sum(folder: str | os.PathLike[str]) -> str:
             bar.update(sizes[file])
     lines = [f"{known[name]}  {name}\n" for name in sorted(file.name for file in files)]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+_OWN_SUM = re.compile(r"(\{\n)?\W*sha256 of the other lines\W+([0-9a-f]{64})\b.*(?:\n|\Z)")
+
+
+def with_sum(text: str, line: str) -> str:
+    """A text, of YAML or of JSON's `{`, that begins with a checksum of itself: no cut takes that and leaves the rest.
+
+    Args:
+        text: its lines.
+        line: the line that is added, with `sha256 of the other lines` and {} in it, where the checksum goes.
+    """
+    brace = "{\n" if text.startswith("{\n") else ""
+    return brace + line.format(hashlib.sha256(text.encode()).hexdigest()) + text.removeprefix(brace)
+
+
+def check_sum(path: str | os.PathLike[str], text: str) -> None:
+    """Compare the text of a file with the checksum that it begins with, where it has one.
+
+    Raises:
+        ValueError: it is another; names the file.
+    """
+    found = _OWN_SUM.match(text)
+    if found and hashlib.sha256(((found[1] or "") + text[found.end() :]).encode()).hexdigest() != found[2]:
+        raise ValueError(
+            f"{path} is truncated or damaged, or was changed: its sha256 is not the one that it begins with. If it was "
+            "changed on purpose, take that line out"
+        )
 
 
 @contextmanager

@@ -41,7 +41,7 @@ from pod.blocks import LayerBlocks
 from pod.checkpoints import Checkpoints, SaveAtEnd, TimeLimit, WholeFiles, check_blocks, resume_from
 from pod.data import PodDataModule
 from pod.exit_status import exit_status
-from pod.files import check_writable, naming, opening, replacing
+from pod.files import check_writable, locked, naming, opening, replacing
 from pod.module import PodModule
 from pod.plan import show_plan
 from pod.recipe import Recipe, accumulate, output_folder, steps, warmup_steps
@@ -240,15 +240,14 @@ def fit(recipe: Recipe) -> lightning.Trainer:
     """Run a recipe.
 
     Raises:
-        ValueError: something that the recipe names does not exist or does not fit; says what.
+        ValueError: something that the recipe names does not exist or does not fit, or another process is at work in
+            the run's folder; says what.
         Stopped: a signal told the process to end, and a checkpoint was written.
     """
     check_devices(recipe)
     check_logger(recipe)
     if recipe.model.base is None:
         first_config(None, recipe.model.config)
-    out = output_folder(recipe)
-    folder = out / "steps"
     data = PodDataModule(
         recipe.data.path,
         sequence_length=recipe.data.sequence_length,
@@ -259,6 +258,14 @@ def fit(recipe: Recipe) -> lightning.Trainer:
         shuffle=recipe.data.shuffle,
         validation_path=recipe.data.validation_path,
     )
+    out = output_folder(recipe)
+    # The first of several processes has the folder for all of them.
+    with locked(out / ".lock", out) if rank_zero_only.rank == 0 else contextlib.nullcontext():
+        return _fit(recipe, data, out)
+
+
+def _fit(recipe: Recipe, data: PodDataModule, out: Path) -> lightning.Trainer:
+    folder = out / "steps"
     checkpoint = resume_from(recipe, folder)
     check_data(recipe, data)
     if rank_zero_only.rank == 0:  # a flipped bit would be trained on; reading all takes a second per gigabyte

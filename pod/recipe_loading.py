@@ -19,7 +19,7 @@ from typing import Any
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from pod.files import write_text
+from pod.files import check_sum, with_sum, write_text
 from pod.recipe import CHOICES, FREE, INTERVALS, Recipe, RecipeError, schema, sections
 from pod.recipe_checks import check_json, closest, converted, validate
 from pod.recipe_yaml import dump, one_line, parse
@@ -45,15 +45,18 @@ def load_recipe(arguments: Sequence[str]) -> Recipe:
         given = f"{len(names)} recipes are given ({', '.join(names)})" if names else "no recipe is given"
         raise RecipeError(f"{given}; write recipe=NAME once. {_available()}")
     path = _find(names[0])
-    leaves = [leaf for key, value in _read(path).items() for leaf in _leaves(key, value, f"{path}: ")]
+    leaves = [leaf for key, value in read_recipe(path).items() for leaf in _leaves(key, value, f"{path}: ")]
     for key, text in overrides:
         leaves += _leaves(key, _override_value(key, text), "")
     return _build(leaves)
 
 
 def save(recipe: Recipe, path: str | os.PathLike) -> None:
-    """Write a recipe as YAML that `recipe=PATH` reads back to an equal one. Folders are made; a file is replaced."""
-    write_text(path, to_yaml(recipe))
+    """Write a recipe as YAML that `recipe=PATH` reads back to an equal one. Folders are made; a file is replaced.
+
+    Its first line is a checksum: what was cut off may be keys that have defaults.
+    """
+    write_text(path, with_sum(to_yaml(recipe), "# sha256 of the other lines: {}; take this line out to change them\n"))
 
 
 def to_yaml(recipe: Recipe) -> str:
@@ -66,7 +69,7 @@ def recipes() -> dict[str, str]:
     listed = {}
     for name, path in _recipe_files().items():
         try:
-            listed[name] = str(_read(path).get("description", ""))
+            listed[name] = str(read_recipe(path).get("description", ""))
         except RecipeError as error:
             listed[name] = f"cannot be read: {error}"
     return listed
@@ -139,14 +142,22 @@ def _override_value(key: str, text: str) -> Any:
 # Files
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """The file's keys and values; a section with nothing in it counts as not given."""
+def read_recipe(path: Path) -> dict[str, Any]:
+    """A file's keys and values; a section with nothing in it counts as not given.
+
+    Raises:
+        RecipeError: it cannot be read, is not what its checksum says, where it has one, or is no mapping in YAML.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise RecipeError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
     except OSError as error:
         raise RecipeError(f"{path}: {error.strerror or error}") from error
+    try:
+        check_sum(path, text)
+    except ValueError as error:
+        raise RecipeError(str(error)) from error
     content = parse(text, str(path))
     if content is None:
         content = {}

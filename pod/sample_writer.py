@@ -175,7 +175,9 @@ class SampleWriter:
             return
         if not self.force:
             raise FileExistsError(f"{self.path} exists: choose another --out, or pass --force to replace it")
-        if not self.path.is_dir() or (any(self.path.iterdir()) and not (self.path / "index.json").is_file()):
+        index = self.path / "index.json"  # MDS shards have one too
+        is_prepared = index.is_file() and f'"{FORMAT}"'.encode() in index.read_bytes()
+        if not self.path.is_dir() or (any(self.path.iterdir()) and not is_prepared):
             raise FileExistsError(f"{self.path} is not a prepared directory, so --force will not replace it")
 
     def __enter__(self) -> "SampleWriter":

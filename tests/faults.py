@@ -57,6 +57,7 @@ import pod.export
 import pod.fit
 import pod.sample_writer
 from pod.evaluation.runner import Predictions
+from pod.files import write_sums
 from pod.module import PodModule
 from pod.prepared import PreparedData
 
@@ -442,6 +443,7 @@ def write_inputs(arguments: list[str]) -> int:
     AutoModelForCausalLM.from_config(LlamaConfig(**CONFIG)).save_pretrained(root / "base")
     ByT5Tokenizer(extra_ids=0).save_pretrained(root / "base")
     shutil.copytree(root / "base", root / "older-export")
+    write_sums(root / "older-export")  # else it is no export, which is not replaced
     recipe = {
         "name": "faults",
         "description": "A run that is killed",

@@ -335,7 +335,7 @@ def test_save_and_load(similarity, threshold, tmp_path_factory):
     assert loaded == blocks
     assert loaded.metadata == blocks.metadata
     assert [entry.name for entry in path.parent.iterdir()] == ["blocks.json"], "nothing is left aside"
-    assert len(path.read_text().splitlines()) == 10 + blocks.num_layers, "one line per layer"
+    assert len(path.read_text().splitlines()) == 11 + blocks.num_layers, "one line per layer"
 
 
 def test_a_failed_save_keeps_the_old_file(tmp_path):

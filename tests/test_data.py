@@ -300,9 +300,10 @@ def test_a_tokenizers_directory(corpus, tmp_path):
 
 def test_damaged_gzip_keeps_what_comes_before(tmp_path):
     lines = b"\n".join(json.dumps({"text": hashlib.sha256(bytes([n])).hexdigest() * 40}).encode() for n in range(200))
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines)[:-2000])
-    (tmp_path / "b.jsonl.gz").write_bytes(b"not gzip")
-    report = run(tmp_path, tmp_path / "out")
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl.gz").write_bytes(gzip.compress(lines)[:-2000])
+    (tmp_path / "in" / "b.jsonl.gz").write_bytes(b"not gzip")
+    report = run(tmp_path / "in", tmp_path / "out")
     assert 1 <= report["documents"] < 200
     assert [Path(entry["file"]).name for entry in report["skipped"]] == ["a.jsonl.gz", "b.jsonl.gz"]
     assert report["skipped"][0]["line"] == report["documents"] + 1

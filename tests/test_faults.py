@@ -12,6 +12,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import demo_corpus
@@ -26,8 +27,9 @@ from transformers import AutoModelForCausalLM
 import pod
 from pod import analyze, export, fit, generate
 from pod.checkpoints import is_whole, last_checkpoint
-from pod.files import check_writable, naming, publish, read_json, replacing
+from pod.files import check_sums, check_writable, locked, naming, publish, read_json, replacing
 from pod.prepared import PreparedData
+from pod.recipe_loading import load_recipe
 from pod.sample_writer import SampleWriter
 
 LENGTH = 64
@@ -229,6 +231,104 @@ def test_a_read_only_folder_is_named_before_the_work(name, world, disk, capsys):
     assert not list(small.path.iterdir())
 
 
+# Two processes, and what a command may replace
+
+
+@pytest.mark.parametrize("name,lock", [("fit", "run/.lock"), ("export", ".run.lock")])
+def test_of_two_processes_that_write_one_output_the_second_is_refused(name, lock, world, tmp_path, capsys):
+    first = """if True:
+        import sys, time
+        from pathlib import Path
+        from pod.files import locked
+        with locked(Path(sys.argv[1]), Path("out")):
+            print("in there", flush=True)
+            time.sleep(600)
+    """
+    child = subprocess.Popen([sys.executable, "-c", first, str(tmp_path / lock)], cwd=ROOT, stdout=subprocess.PIPE)
+    assert child.stdout.readline() == b"in there\n"
+    main, arguments = command(name, world, tmp_path / "run")
+    today = time.strftime("%Y-")
+    refused(capsys, (main, arguments), tmp_path / "run", f"process {child.pid} on ", f"since {today}", tmp_path / lock)
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [Path(lock).name]
+    child.kill()
+    child.wait()
+    assert (tmp_path / lock).exists()  # a killed process leaves its file, not its lock
+    assert main(arguments) == 0
+    assert not list(tmp_path.rglob(".*"))
+
+
+def test_who_waits_for_a_lock_that_is_free_again_has_it_alone(tmp_path):
+    with locked(tmp_path / "a" / "b" / "lock", tmp_path):
+        with pytest.raises(ValueError, match=f"is being written by process {os.getpid()} on .* since"):
+            with locked(tmp_path / "a" / "b" / "lock", tmp_path):
+                pass
+        assert (tmp_path / "a" / "b" / "lock").read_text().startswith(f"process {os.getpid()} on ")
+    assert not list(tmp_path.iterdir())  # nor the folders that were made for it
+    with locked(tmp_path / "a" / "lock", tmp_path):
+        (tmp_path / "a" / "written").touch()
+    assert [path.name for path in tmp_path.rglob("*")] == ["a", "written"]
+
+
+@pytest.fixture
+def place(world, tmp_path, monkeypatch):
+    """A folder with a copy of the run and of an export, to run in."""
+    for name in ("run", "export"):
+        shutil.copytree(world / name, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_an_export_replaces_an_export(place):
+    (place / "export" / "model.safetensors").write_bytes(b"damaged")
+    assert export.main(["--ckpt", "run", "--out", "export", "--force"]) == 0
+    (place / "empty").mkdir()
+    assert export.main(["--ckpt", "run", "--out", "empty", "--force"]) == 0
+    for name in ("export", "empty"):
+        check_sums(place / name)
+
+
+@pytest.mark.parametrize(
+    "out,words",
+    [
+        ("run", "run is or holds the checkpoint"),
+        ("run/steps", "run/steps holds step=1.ckpt, step=2.ckpt, not named by a SHA256SUMS"),
+        ("run/steps/step=1.ckpt", "no directory"),
+        (".", "is or holds the folder this runs in"),
+        ("..", "is or holds the folder this runs in"),
+        ("/", "is or holds the folder this runs in"),
+        ("", "is or holds the folder this runs in"),
+        ("papers", "papers holds thesis.md, not named by a SHA256SUMS"),
+        ("export", "export holds thesis.md, not named by a SHA256SUMS"),
+        ("link", "link is no directory"),
+        ("inside", "inside holds config.json, not named by a SHA256SUMS"),
+        ("model", "model holds README.md, config.json, generation_config.json and more, not named by a SHA256SUMS"),
+    ],
+)
+@pytest.mark.parametrize("force", [["--force"], []])
+def test_an_export_replaces_nothing_else(out, words, force, place, capsys):
+    for folder in ("papers", "export"):
+        (place / folder).mkdir(exist_ok=True)
+        (place / folder / "thesis.md").write_text("five years")
+    (place / "link").symlink_to(place / "papers")
+    shutil.copytree(place / "export", place / "model")
+    (place / "model" / "SHA256SUMS").unlink()
+    (place / "inside" / "config.json").mkdir(parents=True)
+    before = {path: path.is_file() and path.read_bytes() for path in place.rglob("*")}
+    message = refused(capsys, (export.main, ["--ckpt", "run", "--out", out, *force]), "choose another --out")
+    assert words in message or not force and "exists: choose another --out" in message
+    assert before == {path: path.is_file() and path.read_bytes() for path in place.rglob("*")}
+
+
+def test_the_model_that_was_trained_is_not_replaced_by_its_export(world, tmp_path, capsys):
+    shutil.copytree(world / "export", tmp_path / "base")
+    changes = [f"recipe={world / 'recipe.yaml'}", f"output={tmp_path / 'run'}", f"model.base={tmp_path / 'base'}"]
+    assert fit.main([*changes, "trainer.max_steps=1"]) == 0
+    for out in (tmp_path / "base", tmp_path):
+        command = ["--ckpt", str(tmp_path / "run"), "--out", str(out), "--force"]
+        refused(capsys, (export.main, command), f"{out} is or holds the ")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "base").config.share == "scores"
+
+
 # Damaged files
 
 
@@ -275,6 +375,45 @@ def test_a_damaged_file_is_named(name, kind, file, how, world, tmp_path, capsys)
     refused(capsys, command(name, world, out, **{kind: tmp_path / kind}), tmp_path / kind)
     assert victim.read_bytes() == broken
     assert out == tmp_path / kind or not list(out.rglob("*.*"))
+
+
+def read_recipe(file):
+    return load_recipe([f"recipe={file}"])
+
+
+@pytest.mark.parametrize("name,read", [("recipe.yaml", read_recipe), ("blocks.json", pod.LayerBlocks.load)])
+def test_a_runs_recipe_and_blocks_that_were_cut_or_changed_are_not_read(name, read, world, tmp_path):
+    whole, unharmed = (world / "run" / name).read_bytes(), read(world / "run" / name)
+    file = tmp_path / name
+    ends = [match.end() for match in re.finditer(b"\n", whole)]
+    assert ends[-1] == len(whole) and len(ends) > 8
+    for end in sorted({0, *ends[:-1], *(end - 1 for end in ends)}):
+        file.write_bytes(whole[:end])
+        with pytest.raises(ValueError, match=re.escape(str(file)) if end > ends[0] else None):
+            read(file)
+        if name == "recipe.yaml":  # half of one may be a recipe, as long as the paths in it are
+            with pytest.raises(ValueError, match=re.escape(str(file))):
+                export.tokenizer_of(tmp_path, None)
+    for place in range(len(whole)):
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 2]) + whole[place + 1 :])
+        try:
+            assert read(file) == unharmed, place
+        except ValueError as error:
+            assert str(file) in str(error)
+    # Who changes it on purpose takes the line out; the version before wrote none.
+    file.write_bytes(b"".join(line for line in whole.splitlines(keepends=True) if b"sha256" not in line))
+    assert read(file) == unharmed
+
+
+def test_a_run_goes_on_whose_recipe_is_damaged_and_says_what_is_not_compared(world, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(world / "run", run)
+    whole = (run / "recipe.yaml").read_bytes()
+    (run / "recipe.yaml").write_bytes(whole[:-30])
+    main, arguments = command("fit", world, run)
+    assert main([*arguments, "trainer.max_steps=3"]) == 0
+    assert f"warning: {run / 'recipe.yaml'} is truncated" in capsys.readouterr().err
+    assert read_recipe(run / "recipe.yaml").trainer.max_steps == 3
 
 
 @pytest.mark.parametrize("how", [cut, empty])

@@ -270,10 +270,10 @@ def test_what_would_give_no_sample_is_refused(tmp_path, changes, message):
     for number in range(3):
         (tmp_path / "in" / f"{number}.txt").write_text(f"text {number}")
     with pytest.raises(ValueError, match=message):
-        prepare.prepare([str(tmp_path / "in")], tmp_path / "in" / "out", **{**OPTIONS, **changes})
+        prepare.prepare([str(tmp_path / "in")], tmp_path / "out", **{**OPTIONS, **changes})
     if "sequence_length" in changes:  # before anything is read
-        assert len(list((tmp_path / "in").iterdir())) == 3
-    assert not (tmp_path / "in" / "out").exists()
+        assert [path.name for path in tmp_path.iterdir()] == ["in"]
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_commands_in_the_help_are_whole(capsys):
@@ -291,6 +291,31 @@ def test_two_runs_at_once_are_refused(tmp_path, monkeypatch):
     with prepare.work_folder(tmp_path / "out"):
         with pytest.raises(ValueError, match="another run is preparing"):
             prepare.prepare([str(folder)], tmp_path / "out", **OPTIONS)
+
+
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize(
+    "source,out,message",
+    [
+        ("in", "in/prepared", "--out .*in/prepared lies inside --source .*in:"),
+        ("in/deep/..", "in/deep/prepared", "lies inside --source"),
+        ("link", "in/prepared", "lies inside --source"),
+        ("older", "older", "lies inside --source|exists: choose another"),
+        ("older/report.md", "older", "--source .*older/report.md lies inside --out|exists: choose another"),
+        ("in", "shards", "exists: choose another|not a prepared directory"),
+    ],
+)
+def test_no_run_reads_its_own_report_nor_replaces_what_it_reads(source, out, message, force, tmp_path):
+    write_dolma(tmp_path / "in", 1, 9, 50)
+    (tmp_path / "in" / "deep").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "in")
+    prepare.prepare([str(tmp_path / "in")], tmp_path / "older", **OPTIONS)
+    (tmp_path / "shards").mkdir()  # MDS has an index.json too
+    (tmp_path / "shards" / "index.json").write_text('{"version": 2, "shards": []}')
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises((ValueError, FileExistsError), match=message):
+        prepare.prepare([str(tmp_path / source)], tmp_path / out, force=force, **OPTIONS)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def tree(pid):

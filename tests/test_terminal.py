@@ -2,11 +2,14 @@
 
 import argparse
 import logging
+import os
 import signal
+import subprocess
+import sys
 import warnings
 
 import pytest
-from scripts import script
+from scripts import ROOT, script
 
 from pod import generate
 from pod.evaluation import command
@@ -113,6 +116,32 @@ def test_numbers_are_taken_with_commas_and_with_spaces(given):
     assert found == [int(part) for part in ",".join(given).split(",")]
     with pytest.raises(SystemExit):
         parser.parse_args(["--lengths", "256,x"])
+
+
+@pytest.mark.parametrize("moment", ["while modules are read", "after a fork"])
+def test_preparing_is_interrupted_at_once(moment, tmp_path):
+    """A traceback of imports; and an exception in what Python runs after a fork is dropped, so preparing went on."""
+    (tmp_path / "modules").mkdir()
+    if moment == "while modules are read":
+        (tmp_path / "modules" / "numpy.py").write_text("import os\nos.kill(os.getpid(), 2)\n")
+    begin = """if True:
+        import os, runpy, sys
+        os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), 2))
+        sys.argv.pop(0)
+        sys.path.insert(1, os.path.dirname(sys.argv[0]))
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    """
+    (tmp_path / "in").mkdir()
+    for number in range(2):
+        (tmp_path / "in" / f"{number}.jsonl").write_text('{"text": "a text"}\n' * 9)
+    options = ["--tokenizer", "bytes", "--sequence-length", "8", "--num-proc", "2", "--out", str(tmp_path / "out")]
+    command = [sys.executable, "-c", begin, str(ROOT / "data/prepare.py"), "--source", str(tmp_path / "in"), *options]
+    paths = os.pathsep.join([str(tmp_path / "modules"), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 130 and "Traceback" not in done.stderr
+    assert done.stderr.endswith("\ninterrupted\n") and done.stderr.count("interrupted") == 1
+    assert not (tmp_path / "out").exists()
 
 
 def test_preparing_is_interrupted_in_one_line(tmp_path, capsys, monkeypatch):
