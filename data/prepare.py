@@ -15,7 +15,8 @@ directory stands for all of these that are in it, hidden ones left out; links ar
 by several paths is read once. What cannot be read (broken JSON, no text, NUL characters, wrong encoding) is skipped,
 counted and reported with file and line, at the end and in `report.json` of the output; more of it than --max-bad-share
 ends the run. An MDS shard that is missing or not what its index says ends it too, with its name; with --skip-bad-shards
-it is reported with the rest. `report.md` and `report.png` of the output say how long the documents are.
+it is reported with the rest. `report.md` and `report.png` of the output say how long the documents are, and which share
+of the tokens has distant keys in a model of --sink-size and --recent-size: on the others sharing does not act.
 
 --chat reads JSON lines with a list `messages`, writes each by the tokenizer's chat template, and marks the assistant's
 turns: they alone have labels (`data/chat.py` says which tokens these are). A line without messages, with an unknown
@@ -160,13 +161,16 @@ def prepare(
     chat: bool = False,
     chat_template: str | Path | None = None,
     max_bad_share: float = 1.0,
+    sink_size: int = 16,
+    recent_size: int = 4080,
 ) -> dict[str, Any]:
     """Prepare `sources` into the directory `out`; see the module's docstring and `--help`.
 
     Returns:
         what is in report.json: files, documents, duplicates, splits, truncated_documents, one_token_documents (left
         out where a sample is one document: they foretell nothing), lengths (a `summary.histogram` of each split),
-        length_intervals (as `draw` reports them, or None), and `skipped`, a list of dict(file, line, problem).
+        length_intervals (as `draw` reports them, or None), sink_size, recent_size, and `skipped`, a list of dict(file,
+        line, problem).
 
     Raises:
         FileNotFoundError: no input files.
@@ -185,6 +189,8 @@ def prepare(
         raise ValueError(f"--max-bad-share {max_bad_share}: a share of the documents, from 0 to 1")
     if num_proc < 1 or seed < 0:
         raise ValueError(f"--num-proc {num_proc} must be at least 1, and --seed {seed} not negative")
+    if sink_size < 0 or recent_size < 1:
+        raise ValueError(f"--sink-size {sink_size} must not be negative, and --recent-size {recent_size} at least 1")
     if sequence_length < 2:
         raise ValueError(f"--sequence-length {sequence_length}: next-token training needs at least 2")
     edges = length_intervals or None
@@ -306,10 +312,13 @@ def prepare(
                 "splits": {
                     name: {"documents": len(splits[name]), "samples": entry["samples"], "tokens": entry["tokens"]}
                     | {"padding": 1 - entry["tokens"] / (entry["samples"] * sequence_length)}
+                    | {"distant": plans[name].distant(sink_size, recent_size) / entry["tokens"]}
                     for name, entry in writer.splits.items()
                 },
                 "lengths": {name: summary.histogram(table["length"][part]) for name, part in splits_written.items()},
                 "length_intervals": intervals,
+                "sink_size": sink_size,
+                "recent_size": recent_size,
                 "skipped": skipped,
             }
             write_text(folder / "report.json", json.dumps(report, indent=2) + "\n")
@@ -318,6 +327,8 @@ def prepare(
                 "tokens of a sample": f"{sequence_length:,}, {'one document' if one_document else 'documents packed'}",
                 "seed": seed,
                 "share held out": held_out,
+                "tokens with distant keys": f"those after {sink_size:,} sinks and {recent_size:,} recent tokens of "
+                "their document in the sample; what is shared acts on them alone",
             }
             summary.write(folder, report, sequence_length, facts)
         clear(work)
@@ -341,6 +352,8 @@ def main(arguments: list[str] | None = None) -> int:
         metavar="N",
         help="lengths in tokens that part the training documents into intervals, which give equally many tokens each",
     )
+    parser.add_argument("--sink-size", type=int, default=16, help="of the model, for the report: distant keys (16)")
+    parser.add_argument("--recent-size", type=int, default=4080, help="likewise, its recent tokens (4080)")
     parser.add_argument("--held-out", type=float, default=0.01, help="share of the documents for validation (0.01)")
     parser.add_argument("--seed", type=int, default=0, help="of the order of the documents (0)")
     parser.add_argument("--num-proc", type=int, default=os.cpu_count() or 1, help="processes (all cores)")
@@ -382,7 +395,10 @@ def main(arguments: list[str] | None = None) -> int:
             f"{entry['tokens']} tokens"
         )
     for name, entry in report["splits"].items():
-        print(f"{name}: {entry['documents']} documents, {entry['samples']} samples, {entry['tokens']} tokens")
+        print(
+            f"{name}: {entry['documents']} documents, {entry['samples']} samples, {entry['tokens']} tokens, "
+            f"{entry['distant']:.1%} of them with distant keys"
+        )
     print(f"written to {options['out']}; what it holds: {Path(options['out']) / 'report.md'}")
     return 0
 

@@ -129,6 +129,12 @@ class Plan:
     def samples(self) -> int:
         return -(-int(self.length.sum()) // self.sequence_length) if self.packed else len(self.length)
 
+    def distant(self, sink_size: int, recent_size: int) -> int:
+        """Tokens that have distant keys: what stands before them in their document, in their sample, is more."""
+        ends = np.append(np.arange(0, self.ends[-1], self.sequence_length), self.ends)
+        parts = np.diff(np.unique(ends)) if self.packed else self.length
+        return int(np.maximum(parts - sink_size - recent_size, 0).sum())
+
     def digest(self) -> str:
         """Hex digest of everything that the samples depend on."""
         names = [file.name for file in [*self.files, *self.learned]]

@@ -45,6 +45,7 @@ def markdown(report: dict[str, Any], facts: dict[str, Any]) -> str:
     splits = report["splits"]
     rows = [[kind, *(f"{entry[kind]:,}" for entry in splits.values())] for kind in ("documents", "samples", "tokens")]
     rows.append(["padding", *(f"{entry['padding']:.1%}" for entry in splits.values())])
+    rows.append(["tokens with distant keys", *(f"{entry['distant']:.1%}" for entry in splits.values())])
     for kind in ("shortest", "median", "mean", "longest"):
         rows.append([f"{kind} document", *(f"{report['lengths'][split][kind]:,.0f}" for split in splits)])
     parts = ["# Prepared data", "\n".join(f"- {name}: {value}" for name, value in facts.items())]

@@ -11,6 +11,7 @@ python -m pod.generate --eviction list
 """
 
 import argparse
+import re
 import sys
 import time
 from pathlib import Path
@@ -26,6 +27,9 @@ from pod.evaluation.runner import Request, question_tokens
 from pod.evaluation.texts import read_text
 from pod.exit_status import exit_status
 from pod_kernels import Quantization
+
+# What torch says where there is no memory, or where a size in bytes is no number of 64 bits any more.
+_NO_MEMORY = re.compile("out of memory|allocate memory|not enough memory|Overflow when unpacking|calculation overflow")
 
 
 def generate(
@@ -46,7 +50,7 @@ def generate(
         prompt: the text to continue.
         max_new_tokens: at most so many tokens.
         temperature: of sampling, in (0, inf); 0 is greedy.
-        seed: for sampling.
+        seed: for sampling, a number of 64 bits.
         eviction: which tokens the cache keeps; all when None.
         tau: gate from which layers that are no anchors leave distant tokens out, 0 to 1; the model's own when None.
         quantization: in how many bits the cache keeps values and distant keys; as they come when None.
@@ -56,14 +60,17 @@ def generate(
         The new text.
 
     Raises:
-        ValueError: an empty prompt, no such model, no tokenizer beside it, a negative temperature, no new tokens, or
-            what `PodCache` refuses: a budget below what is always kept, tau out of range or with eviction, quantization
-            with either where they do not go together; `query_aware=False` without a question.
+        ValueError: an empty prompt, no such model, no tokenizer beside it, a negative temperature, no new tokens, more
+            than there is memory for, or what `PodCache` refuses: a budget below what is always kept, tau out of range
+            or with eviction, quantization with either where they do not go together; `query_aware=False` without a
+            question.
     """
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"--temperature {temperature:g}: wanted a number from 0 (greedy) on")
     if max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens {max_new_tokens}: wanted at least 1")
+    if not -(2**63) <= seed < 2**64:
+        raise ValueError(f"--seed {seed}: wanted a number of 64 bits")
     if asks_apart(eviction) and not question:
         raise ValueError(
             "query_aware=false evicts the prompt before the question is read: say with --question what comes after "
@@ -81,17 +88,25 @@ def generate(
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     start = time.perf_counter()
-    if asks_apart(eviction):
-        ids = inputs.input_ids.to(model.device)
-        read_context(model, cache, ids, question_tokens(tokenizer, request, ids[0].tolist()))
-    output = model.generate(
-        inputs.input_ids.to(model.device),
-        attention_mask=inputs.attention_mask.to(model.device),
-        max_new_tokens=max_new_tokens,
-        past_key_values=cache,
-        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
-        **sampling,
-    )
+    try:
+        if asks_apart(eviction):
+            ids = inputs.input_ids.to(model.device)
+            read_context(model, cache, ids, question_tokens(tokenizer, request, ids[0].tolist()))
+        output = model.generate(
+            inputs.input_ids.to(model.device),
+            attention_mask=inputs.attention_mask.to(model.device),
+            max_new_tokens=max_new_tokens,
+            past_key_values=cache,
+            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+            **sampling,
+        )
+    except (RuntimeError, TypeError) as error:
+        if not _NO_MEMORY.search(str(error)):
+            raise
+        raise ValueError(
+            f"--max-new-tokens {max_new_tokens}: no memory for a prompt of {length:,} tokens and so many new ones; ask "
+            "for fewer"
+        ) from error
     seconds = time.perf_counter() - start
     new = output[0, length:]
     config = model.config

@@ -66,12 +66,13 @@ class PreparedData:
         index_file = self.path / "index.json"
         if not index_file.is_file():
             demo = "data/demo" in self.path.as_posix()
+            options = f"--source PATH --out {self.path} --tokenizer TOKENIZER --sequence-length N"
             raise FileNotFoundError(
                 f"no prepared data at {self.path} (no index.json there). Make it with: "
                 + (
                     f"python data/demo_corpus.py --out {self.path} --length L --samples N --validation-samples M"
                     if demo
-                    else f"python data/prepare.py --source PATH --out {self.path} --tokenizer bytes --sequence-length N"
+                    else f"python data/prepare.py {options}, with the tokenizer of the model"
                 )
             )
         self.index = read_json(index_file)

@@ -607,6 +607,11 @@ def test_damaged_settings_of_predictions_are_named(content, world, tmp_path, cap
 def test_the_demos_data_is_made_by_the_demos_script():
     with pytest.raises(FileNotFoundError, match=r"python data/demo_corpus.py --out data/demo/none --length L"):
         PreparedData("data/demo/none")
+    # Which model the data are for is not known here: bytes would be of few.
+    with pytest.raises(
+        FileNotFoundError, match="prepare.py .*--tokenizer TOKENIZER .*, with the tokenizer of the model"
+    ):
+        PreparedData("data/none")
 
 
 def test_an_export_is_checked_by_sha256sum_too(world):

@@ -50,6 +50,13 @@ def test_a_quantised_cache_takes_fewer_bytes(exported, capsys, bits, more):
         (["--temperature", "-1"], "--temperature -1: wanted a number from 0 (greedy) on"),
         (["--temperature", "nan"], "--temperature nan: wanted a number from 0 (greedy) on"),
         (["--max-new-tokens", "0"], "--max-new-tokens 0: wanted at least 1"),
+        *(
+            (["--max-new-tokens", number, *more], f"--max-new-tokens {number}: no memory for a prompt of 3 tokens and ")
+            for number in ("99999999999999", str(2**62), "9" * 30)
+            for more in ([], ["--quantization-bits", "4"], ["--eviction", "snapkv:budget=64,window=8"])
+        ),
+        (["--seed", str(2**64)], "--seed 18446744073709551616: wanted a number of 64 bits"),
+        (["--seed", str(-(2**63) - 1)], "--seed -9223372036854775809: wanted a number of 64 bits"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(exported, capsys, arguments, message):

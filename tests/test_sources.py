@@ -287,6 +287,48 @@ def test_histogram_counts_every_document():
         assert (one["documents"], one["tokens"]) == (len(inside), inside.sum())
 
 
+@pytest.mark.parametrize("one_document", [False, True])
+@pytest.mark.parametrize("sinks,recent", [(2, 14), (0, 1), (16, 4080)])
+def test_the_report_says_how_many_tokens_have_distant_keys(one_document, sinks, recent, tmp_path, capsys):
+    """Counted again from the samples: pairs beyond sinks and recent tokens, inside a document of a sample."""
+    sizes = np.random.default_rng(1).integers(1, 150, 40)
+    rows = [json.dumps({"text": f"{n} " + "x" * int(size)}) for n, size in enumerate(sizes)]
+    (tmp_path / "a.jsonl").write_text("\n".join(rows))
+    command = ["--source", str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "out"), "--tokenizer", "bytes"]
+    command += ["--sequence-length", "64", "--num-proc", "1", "--held-out", "0.2"]
+    command += ["--one-document"] * one_document
+    if recent != 4080:  # the default
+        command += ["--sink-size", str(sinks), "--recent-size", str(recent)]
+    assert prepare.main(command) == 0
+    said = capsys.readouterr().out
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert (report["sink_size"], report["recent_size"]) == (sinks, recent)
+    for split, entry in report["splits"].items():
+        tokens = distant = 0
+        for item in PreparedDataset(tmp_path / "out", split):
+            ids = item["document_ids"].numpy() if "document_ids" in item else np.zeros(64, int)
+            ids = np.where(item["input_ids"].numpy() == 0, -1, ids)  # padding
+            tokens += (ids >= 0).sum()
+            for document in range(ids.max() + 1):
+                places = np.arange((ids == document).sum())
+                pairs = (places[None] >= sinks) & (places[:, None] - places[None] >= recent)
+                distant += pairs.any(axis=1).sum()
+        assert entry["tokens"] == tokens and entry["distant"] == pytest.approx(distant / tokens)
+        assert (0.3 < entry["distant"] < 1) == (recent != 4080)
+        share = f"{entry['distant']:.1%}"
+        assert f"{entry['tokens']} tokens, {share} of them with distant keys\n" in said
+        assert share in (tmp_path / "out" / "report.md").read_text()
+    assert f"{sinks} sinks and {recent:,} recent tokens" in (tmp_path / "out" / "report.md").read_text()
+
+
+@pytest.mark.parametrize("changes", [{"sink_size": -1}, {"recent_size": 0}])
+def test_sinks_and_recent_tokens_that_no_model_has_are_refused(changes, tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    ((name, value),) = changes.items()
+    with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} {value}"):
+        prepare.prepare([str(tmp_path / "a.txt")], tmp_path / "out", **OPTIONS, **changes)
+
+
 def test_the_report_says_what_was_prepared(tmp_path):
     generator = np.random.default_rng(0)
     sizes = generator.integers(1, 300, 600)
