@@ -32,7 +32,7 @@ def load_causal_lm(where: str | Path, *, finite: bool = False, **options: Any) -
             where, ignore_mismatched_sizes=True, output_loading_info=True, weights_only=True, **options
         )
     except Exception as error:
-        if (file := _damaged_pickle(Path(where))) is None:
+        if (file := _damaged_pickle(where)) is None:
             raise
         raise ValueError(
             f"{file}: truncated or damaged, or a pickle of more than tensors, nothing of which was run. Download it "
@@ -57,8 +57,12 @@ def load_causal_lm(where: str | Path, *, finite: bool = False, **options: Any) -
     return model
 
 
-def _damaged_pickle(folder: Path) -> Path | None:
-    """The first file of a directory's pickled weights that holds anything but tensors by name."""
+def _damaged_pickle(where: str | Path) -> Path | None:
+    """The first file of a model's pickled weights that holds anything but tensors by name."""
+    try:
+        folder = _folder(where)
+    except OSError:  # nothing is there
+        return None
     for file in sorted(folder.glob("pytorch_model*.bin")):
         try:
             content = torch.load(file, map_location="meta", weights_only=True)
@@ -99,13 +103,16 @@ def weights_hash(where: str | Path) -> str:
         where: a directory, of which it is a sha256 (`pod.files.weights_sum`), or a hub id that was loaded, of which it
             is the commit; of an adapter of peft, also its base's.
     """
-    base = _adapted(where)
-    if Path(where).is_dir():
-        own = weights_sum(where)
-    else:
-        file = find_adapter_config_file(str(where)) or cached_file(str(where), CONFIG_NAME)
-        own = Path(file).parent.name
+    base, folder = _adapted(where), _folder(where)
+    own = weights_sum(folder) if Path(where).is_dir() else folder.name
     return own if base is None else f"{own} on {weights_hash(base)}"
+
+
+def _folder(where: str | Path) -> Path:
+    """The directory; of a hub id the one that it was put into, which is named by the commit."""
+    if Path(where).is_dir():
+        return Path(where)
+    return Path(find_adapter_config_file(str(where)) or cached_file(str(where), CONFIG_NAME)).parent
 
 
 def _adapted(where: str | Path) -> str | None:

@@ -234,3 +234,9 @@ def test_of_a_model_of_the_hub_it_is_the_commit(whole, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     assert load_causal_lm("some/model").config.num_hidden_layers == 3
     assert weights_hash("some/model") == commit
+    (place / "snapshots" / commit / "model.safetensors").unlink()
+    (place / "snapshots" / commit / "pytorch_model.bin").write_bytes(b"garbage" * 99)
+    with pytest.raises(ValueError, match=f"{commit}/pytorch_model.bin: truncated or damaged"):
+        load_causal_lm("some/model")
+    with pytest.raises(OSError):
+        load_causal_lm("some/other")
