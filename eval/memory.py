@@ -183,6 +183,7 @@ def evaluate(options: argparse.Namespace) -> dict:
             sized = replace(row, prompt=length)
             batch = sized.largest_batch(memory - reserved)
             cell = {"prompt": length, "batch": batch, "bytes": sized.by_kind(max(batch, 1))}
+            cell["stays_whole"] = sized.stays_whole
             if model is not None:
                 cell["measured"] = measured_batch(
                     model,
@@ -217,6 +218,12 @@ def tables(result: dict) -> str:
          f"{sum(c['bytes'].values()) / unit:.2f}"]
         for row, values in result["rows"].items() for c in values["cells"]
     ]  # fmt: skip
+    whole = ""
+    if any(cell["stays_whole"] for values in result["rows"].values() for cell in values["cells"]):
+        whole = (
+            "\nCAKE keeps a prompt of up to budget + window tokens whole until the first new token, as its authors' "
+            "code does; its\nbytes stay allocated from then on.\n"
+        )
     measured = ", in brackets measured" if "device" in result else ""
     note = ""
     if "published" in result:
@@ -231,6 +238,7 @@ def tables(result: dict) -> str:
         + report.markdown_table(["", *(f"{length:,}" for length in lengths)], batches)
         + f"\n{note}\n{name} at these batches (of one row where none fits); logits are 0 where a layer is the peak:\n\n"
         + report.markdown_table(["", "prompt", "batch", *KINDS, "total"], kinds)
+        + whole
     )
 
 

@@ -5,7 +5,7 @@
     python eval/passkey.py --ckpt exports/llama3-32k --phrase sentence --text book.txt --lengths 4096,16384,32768
     python eval/passkey.py --ckpt exports/tiny --lengths 512,1016 --eviction snapkv:budget=256+h2o:budget=256
     python eval/passkey.py --ckpt exports/llama31-128k --protocol cascade --batch-size 1 \\
-        --eviction cascade:budget=65536,num_cascades=8+streamingllm:budget=65600,sinks=64
+        --eviction cascade:budget=65600,num_cascades=8+streamingllm:budget=65600,sinks=64
 
 Each prompt is generated from with the model's own cache, and with a cache of each eviction method, where the question
 is in the observation window; with query_aware=false the question is read after the eviction. What is counted is digits

@@ -4,7 +4,7 @@
     python eval/perplexity.py --ckpt exports/dense exports/tiny --text book.txt --length 1024
     python eval/perplexity.py --ckpt exports/tiny --text book.txt --length 8192 --stream 256
     python eval/perplexity.py --ckpt exports/tiny --text books/*.txt --length all --stream 64 --evicting-only \\
-        --eviction cascade:budget=192,sinks=64+streamingllm:budget=256,sinks=64
+        --eviction cascade:budget=256,sinks=64+streamingllm:budget=256,sinks=64
 
 `--data` reads the validation split of a prepared directory; `--text` cuts the files into stretches of `--length`
 tokens, or takes each file from beginning to end (`--length all`); without either it is the held-out modules of the

@@ -136,8 +136,8 @@ def _window(model: dict, kind: str, method: Any) -> str:
         if isinstance(method, methods.Cascade | methods.StreamingLLM):
             # These keep as many first tokens as the model has sinks, at least.
             sinks = max(method.sinks, model.get("sink_size", 0))
-        rest = method.budget - (0 if isinstance(method, methods.Cascade) else sinks)
-        return f"{sinks}+{_short(rest)}" if sinks else _short(rest)
+        rest = f"{method.budget:.3g} of the prompt" if method.is_share else _short(method.budget - sinks)
+        return f"{sinks}+{rest}" if sinks and not method.is_share else rest
     limit = model.get("tokens")
     if kind in ("dense", "CLA"):
         return "" if limit is None else _short(limit)

@@ -5,17 +5,15 @@
 
 Quality is pass-key accuracy (the question is in the observation window) and bits per byte of held-out text that goes
 through the cache --stream tokens at a time. Bytes are measured on the cache's storages at the end of a prompt with its
-answer, and at the end of a text. A budget counts every kept token: Cascade's sinks, which come on top of its own
-budget, are taken off it, so that all methods keep equally many. Quest keeps all and reads a budget's worth, at decoded
-tokens only: it shows in the pass keys, its bits per byte are those without eviction. Writes trade_off.json after
-every point, then trade_off.md and trade_off.png; the same command goes on where a killed run stopped, and one with
-more methods, budgets or checkpoints keeps the points that are there.
+answer, and at the end of a text. A budget counts every kept token, sinks too, so that all methods keep equally many.
+Quest keeps all and reads a budget's worth, at decoded tokens only: it shows in the pass keys, its bits per byte are
+those without eviction. Writes trade_off.json after every point, then trade_off.md and trade_off.png; the same command
+goes on where a killed run stopped, and one with more methods, budgets or checkpoints keeps the points that are there.
 """
 
 import argparse
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -49,12 +47,7 @@ def with_budget(text: str, budget: int) -> Method:
     Raises:
         ValueError: as `pod.eviction.parse`; the text already has a budget.
     """
-    method = eviction.parse(f"{text}{',' if ':' in text else ':'}budget={budget}")
-    if isinstance(method, eviction.Cascade):
-        if budget <= method.sinks:
-            raise ValueError(f"{text}: a budget of {budget} tokens must be larger than the {method.sinks} sinks in it")
-        method = replace(method, budget=budget - method.sinks)
-    return method
+    return eviction.parse(f"{text}{',' if ':' in text else ':'}budget={budget}")
 
 
 def planned(

@@ -5,7 +5,7 @@ scores, `pod.eviction.storage` is for methods that organise storage themselves.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -19,11 +19,12 @@ from pod.blocks import LayerBlocks
 from pod.cache_file import read_cache, write_cache
 from pod.cache_rows import Rows, Step
 from pod.cache_storage import KeepingStorage
-from pod.eviction import parse, unparse
+from pod.eviction import hyper_parameters, of_hyper_parameters
 from pod.eviction.base import Eviction
 from pod.eviction.manager import EvictingStorage
 from pod.eviction.quest import Quest
-from pod.eviction.storage import Rotary, StoragePolicy, Store, strides
+from pod.eviction.shares import RowStores
+from pod.eviction.storage import Rotary, StoragePolicy, Store, real_tokens, strides
 from pod.eviction.streaming import WindowAttention
 from pod_kernels import Quantization, SkipStats
 
@@ -36,7 +37,8 @@ class PodCache(Cache):
         max_length: tokens that each row will reach. Storage is then allocated once; without it, storage grows by an
             eighth when full. `generate` sets it. Methods that organise storage need none: theirs has a fixed size.
         eviction: a method of `pod.eviction`, such as `SnapKV(budget=4096)`; None keeps every token. What is stored then
-            is described in `pod.eviction.manager` and `pod.eviction.storage`; with Quest it is everything, and pages.
+            is described in `pod.eviction.manager` and `pod.eviction.storage`; with Quest it is everything, and pages. A
+            budget that is a share, `SnapKV(budget=0.25)`, comes to tokens in the first prefill, of each row's own.
         tau: early skip: at decode, in layers that are no anchors, a query head whose gate is at least tau leaves the
             distant tokens out, 0 to 1; the config's when None, and if that is None too, nothing is skipped.
         crop_slack: how many of the last tokens `crop` can take back (rejected draft tokens).
@@ -123,7 +125,9 @@ class PodCache(Cache):
         self.store: Store | None = None
         layout = orders, num_anchors, max_length, crop_slack
         if isinstance(eviction, Eviction):
-            self._evicting = EvictingStorage(config, eviction, *layout, quantization)
+            self._evicting = EvictingStorage(config, eviction, self._rows, *layout, quantization)
+        elif eviction is not None and eviction.is_share and not isinstance(eviction, Quest):
+            self.store = RowStores(eviction, config, self.blocks, self._rows)
         elif eviction is not None:
             self.store = eviction.make_store(config, self.blocks)
         if self._evicting is None and self.store is None:
@@ -240,6 +244,8 @@ class PodCache(Cache):
             self._evicting.open_prefill()
         try:
             yield
+            if self._rows.lengths is not None:
+                self._take_share(self._rows.lengths.tolist)
             if self._evicting is not None:
                 self._evicting.close_prefill(self._rows.lengths)
         finally:
@@ -258,20 +264,47 @@ class PodCache(Cache):
         # that are shared are read here by any number of queries.
         return self.store is None and ((count > 1 and self.config.share != "kv") or self._rows.columns == 0)
 
-    def strides(self, count: int, mask: Tensor | None, device: torch.device) -> list[tuple[Tensor, Tensor | None]]:
-        """Cut a forward of `count` tokens into what can be processed at once.
+    def _take_share(self, tokens: Callable[[], list[int]]) -> None:
+        """Where a share has come to nothing yet: fix the rows' budgets by the tokens that their first prefill had."""
+        if self._rows.budgets is None and self.eviction is not None and self.eviction.is_share:
+            sinks = 0 if self.blocks.is_dense else self.config.sink_size
+            groups = self.config.num_attention_heads // self.config.num_key_value_heads
+            self._rows.budgets = [self.eviction.tokens_of(count, sinks, groups) for count in tokens()]
+
+    def _take_share_at_once(self, inputs: Tensor, mask: Tensor | None) -> None:
+        """The same for a store, whose slots have to be there before its first token."""
+        if self._in_prefill and self._rows.budgets is None and self.eviction.is_share:
+            raise ValueError(
+                f"{type(self.eviction).__name__}: budget={self.eviction.budget} is a share of the prompt, which has to "
+                "come in one forward then: leave cache.prefill() and prefill_chunk_size out, or give a number of tokens"
+            )
+        batch, count = inputs.shape[:2]
+        self._take_share(lambda: [count] * batch if mask is None else real_tokens(mask).tolist())
+
+    def strides(self, inputs: Tensor, mask: Tensor | None) -> list[tuple[Tensor, Tensor | None]]:
+        """Cut a forward into what can be processed at once.
 
         Args:
+            inputs: [B, T, hidden] embeddings; gives rows, tokens and device.
             mask: [B, T] bool, False for padding tokens; None when all are real.
 
         Returns:
             [] when it is one piece, else for each piece its columns [B or 1, n] int64 and which of them are real
             [B, n] bool, None when all are.
         """
-        self._left_out = 0
-        if self.store is None or count <= self.eviction.stride:
+        self._left_out, count = 0, inputs.shape[1]
+        if self.store is None:
             return []
-        pieces = strides(mask, count, self.eviction.stride, device)
+        if self._rows.columns == 0:
+            self._rows.budgets = None
+            self._take_share_at_once(inputs, mask)
+        if count == 1:
+            return []
+        method, budgets = self.eviction, self._rows.budgets
+        at_once = [one.at_once for one in ([method] if budgets is None else map(method.with_budget, budgets))]
+        if count <= min(at_once):
+            return []
+        pieces = strides(mask, count, at_once, inputs.device)
         # Columns that are padding in every row are in no piece, but they count.
         self._left_out = count - sum(columns.shape[1] for columns, _ in pieces)
         return pieces
@@ -297,6 +330,7 @@ class PodCache(Cache):
             )
         self._check_whole()
         if self.store is not None:
+            self._take_share_at_once(inputs, mask)
             self.store.begin(inputs, mask, rotary)
             self._new_columns = inputs.shape[1]
             return
@@ -312,6 +346,10 @@ class PodCache(Cache):
                 f"the cache was made for {self.max_length} tokens per row and {step.length} are needed: pass a larger "
                 "max_length to pod.PodCache, or none, and it grows"
             )
+        if step.is_first:
+            rows.budgets = None
+        if not self._in_prefill:
+            self._take_share((step.positions[:, -1] + 1).tolist)
         self._step = step
         self._storage.begin(step)
 
@@ -423,6 +461,8 @@ class PodCache(Cache):
         if self.batch_size < 0:
             return
         rows = indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
+        if self._rows.budgets is not None:
+            self._rows.budgets = [self._rows.budgets[row] for row in rows.tolist()]
         if self.store is not None:
             self.store.select(rows)
             return
@@ -468,15 +508,16 @@ class PodCache(Cache):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the cache to one safetensors file, so that another process goes on where this one is.
 
-        Tokens, settings (eviction method, tau, crop_slack, max_length) and counts are in it; the model's weights are
-        not, and the file says nothing about them. Unused capacity is not written where slots are positions.
+        Tokens, settings (eviction method with all its hyper-parameters, tau, crop_slack, max_length) and counts are in
+        it; the model's weights are not, and the file says nothing about them. Unused capacity is not written where
+        slots are positions.
 
         Args:
             path: the file; written aside and renamed, so that a reader never meets half of it. Folders are made.
 
         Raises:
-            ValueError: nothing is stored yet, `prefill()` is open, a method that `pod.eviction.parse` does not know, or
-                the last forward broke off and what it left cannot be taken back.
+            ValueError: nothing is stored yet, `prefill()` is open, a method that `pod.eviction` does not have, or the
+                last forward broke off and what it left cannot be taken back.
             OSError: it cannot be written.
         """
         if self.batch_size < 0 or self._in_prefill:
@@ -489,7 +530,7 @@ class PodCache(Cache):
             "crop_slack": self.crop_slack,
             "tau": self.tau,
             "quantization": None if self.quantization is None else asdict(self.quantization),
-            "eviction": None if self.eviction is None or is_window else unparse(self.eviction),
+            "eviction": None if self.eviction is None or is_window else hyper_parameters(self.eviction),
             "stats": asdict(self.stats),
             **rows.host_counts(),
         }
@@ -516,10 +557,12 @@ class PodCache(Cache):
         """
         tensors, facts = read_cache(path, config, device)
         try:
-            eviction = None if facts["eviction"] is None else parse(facts["eviction"])
+            eviction = None if facts["eviction"] is None else of_hyper_parameters(facts["eviction"])
             quantization = facts["quantization"] and Quantization(**facts["quantization"])
             cache = cls(config, facts["max_length"], eviction, facts["tau"], facts["crop_slack"], quantization)
             cache._restore(tensors, facts)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
         except (KeyError, IndexError, TypeError, RuntimeError) as error:
             raise ValueError(f"{path}: the tensors are not those that the metadata describes: {error!r}") from error
         return cache

@@ -4,7 +4,8 @@ Only tensors and JSON are written and read, never pickles, so a file from elsewh
 
 A checksum of all of it is in the metadata. It is there for a disk's flipped bits, not against forgery, so it is CRC-32:
 the standard library's quickest (6 gigabytes a second on one core of a server, sha256 2), which sees every change of up
-to 32 neighbouring bits. Files of version 1 had none, and are refused.
+to 32 neighbouring bits. Files of version 1 had none; those of version 2 did not name the hyper-parameters that were
+defaults, and these have changed since. Both are refused.
 """
 
 import json
@@ -21,7 +22,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from pod.files import replacing
 
-FORMAT, VERSION = "pod-cache", 2
+FORMAT, VERSION = "pod-cache", 3
 
 # What keys and values depend on beside the weights, which the caller answers for.
 FIELDS = (
@@ -115,7 +116,10 @@ def read_cache(
                 raise ValueError(f"{path}: not a cache that PodCache.save wrote (format {metadata.get('format')!r})")
             content = json.loads(metadata["content"])
             if content["version"] != VERSION:
-                raise ValueError(f"{path}: version is {content['version']}, this library reads version {VERSION}")
+                raise ValueError(
+                    f"{path}: version is {content['version']}, this library reads version {VERSION}. Fill the cache "
+                    "again, and save it"
+                )
             ours = described(config)
             for name, theirs in content["config"].items():
                 if ours.get(name) != theirs:

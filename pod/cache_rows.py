@@ -95,6 +95,7 @@ class Rows:
         columns: the tokens with padding, what `generate` counts.
         most_columns: the most there ever were: cropping does not bring back what they pushed out of a ring.
         even: every row has the same tokens, none of them padding.
+        budgets: [B] tokens that a method's share of the first prefill came to; None before, and without a share.
     """
 
     lengths: Tensor | None = None
@@ -102,12 +103,13 @@ class Rows:
     columns: int = 0
     most_columns: int = 0
     even: bool = True
+    budgets: list[int] | None = None
 
     def reset(self) -> None:
         """Forget all rows."""
         self.__init__()
 
-    def host_counts(self) -> dict[str, int | bool]:
+    def host_counts(self) -> dict[str, int | bool | list[int] | None]:
         """All but the lengths, which may lie on another device."""
         return {name: value for name, value in vars(self).items() if name != "lengths"}
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
 
 from pod.cache_rows import Rows, Step
+from pod.eviction.base import runs_of
 from pod.eviction.quest import Quest
 from pod_kernels import (
     LayerSegments,
@@ -308,7 +309,15 @@ class KeepingStorage:
         anchors = segments.num_anchors
         if anchors:
             asked = segments.stored(q.unflatten(1, (self.num_kv_heads, -1))[:, :, :, 0].transpose(0, 1))[:anchors]
-            read = self.quest.choose(asked, segments.pages.rectangle, step.positions, step.length)
+            pages = segments.pages.rectangle
+            parts = [
+                method.choose(asked[:, rows], pages[:, rows], step.positions[rows], step.length)
+                for method, rows in runs_of(self.quest, self.rows.budgets)
+            ]
+            read, widest = parts[0], max(part.shape[2] for part in parts)
+            if len(parts) > 1:  # rows whose shares of their prompts differ
+                parts = [torch.nn.functional.pad(part, (0, widest - part.shape[2]), value=-1) for part in parts]
+                read = torch.cat(parts, dim=1)
             step.read.update({(layer, head): read[place] for place, head in enumerate(segments.order[:anchors])})
 
     def _refresh_pages(self, segments: LayerSegments, before: Tensor, after: Tensor, most: int) -> None:

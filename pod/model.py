@@ -148,7 +148,7 @@ class PodModel:
             output_hidden_states = self.config.output_hidden_states
         kwargs = {"past_key_values": past_key_values, "lengths": lengths, "document_ids": document_ids}
         kwargs["sequence"] = sequence
-        pieces = past_key_values.strides(count, mask, inputs_embeds.device) if past_key_values is not None else []
+        pieces = past_key_values.strides(inputs_embeds, mask) if past_key_values is not None else []
         if not pieces:
             all_states = self._run(inputs_embeds, position_ids, mask, output_hidden_states, **kwargs)
         else:

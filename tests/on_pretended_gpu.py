@@ -27,7 +27,7 @@ METHODS = [
     "tova:budget=12",
     "streamingllm:budget=12",
     "lminfinite:budget=12",
-    "cascade:budget=12,sinks=2",
+    "cascade:budget=14,sinks=2",
     "quest:budget=12,page_size=4",
 ]
 BLOCKS = [[0, 0], [0, 1], [0, 1], [3, 3]]
@@ -264,7 +264,7 @@ def test_generate_with_kernels_and_eviction(method, kernels):
 
 
 @pytest.mark.parametrize("backend", ["composed", "fused"])
-@pytest.mark.parametrize("method", ["streamingllm:budget=12", "lminfinite:budget=12", "cascade:budget=12,sinks=2"])
+@pytest.mark.parametrize("method", ["streamingllm:budget=12", "lminfinite:budget=12", "cascade:budget=14,sinks=2"])
 def test_steps_over_fixed_slots_wait_for_nothing(method, backend, request):
     kernels = request.getfixturevalue("kernels") if backend == "fused" else {}
     _, gpu = models()

@@ -22,10 +22,13 @@ CASES = {
     "snapkv": dict(eviction=SnapKV(16, window=4, query_aware=False), max_length=70),
     "adakv": dict(eviction=AdaKV(16, window=4)),
     "h2o": dict(eviction=H2O(16), max_length=70),
+    "share": dict(eviction=H2O(0.4), max_length=70),
+    "combined": dict(eviction=Combined(16, SnapKV(16, window=4, kernel_size=3), CAKE(16, window=4))),
     "cake": dict(eviction=CAKE(16, window=4)),
     "streaming": dict(eviction=StreamingLLM(12)),
     "lminfinite": dict(eviction=LMInfinite(12)),
-    "cascade": dict(eviction=Cascade(16, sinks=4)),
+    "cascade": dict(eviction=Cascade(20, sinks=4)),
+    "cascade-share": dict(eviction=Cascade(0.5, sinks=4)),
     "quest": dict(eviction=Quest(8, page_size=4, dense_layers=1)),
 }
 MODELS = {
@@ -104,7 +107,7 @@ def test_another_process_goes_on_as_this_one(name, case, elsewhere):
     torch.testing.assert_close(found[f"{name}-{case}.logits"], torch.stack(out.logits), atol=1e-5, rtol=0)
     length, stats = facts[f"{name}-{case}"][1:]
     assert length == cache.get_seq_length() and stats == vars(cache.stats)
-    if "max_length" in CASES[case] or case in ("streaming", "lminfinite", "cascade"):
+    if "max_length" in CASES[case] or case in ("streaming", "lminfinite", "cascade", "cascade-share"):
         assert facts[f"{name}-{case}"][0] == held
     else:  # grown capacity that holds nothing is not loaded again
         assert facts[f"{name}-{case}"][0] <= held
@@ -174,10 +177,10 @@ def test_damaged_and_foreign_files_are_named(elsewhere, tmp_path):
     save_file(tensors, path, metadata=metadata | {"content": "{"})
     with pytest.raises(ValueError, match="cache: the metadata is damaged"):
         pod.PodCache.load(path, config)
-    for version in (1, 9):
+    for version in (1, 2, 9):
         content = json.loads(metadata["content"]) | {"version": version}
         save_file(tensors, path, metadata=metadata | {"content": json.dumps(content)})
-        with pytest.raises(ValueError, match=f"version is {version}, this library reads version 2"):
+        with pytest.raises(ValueError, match=f"version is {version}, this library reads version 3"):
             pod.PodCache.load(path, config)
     with pytest.raises(ValueError, match="a cache of a PoD model, and the given config is a LlamaConfig, of a dense"):
         pod.PodCache.load(folder / "scores-snapkv.cache", LlamaConfig())
@@ -249,11 +252,34 @@ def test_what_cannot_be_saved_and_a_failing_disk(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space"):
         cache.save(tmp_path / "cache")
     assert (tmp_path / "cache").read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["cache"]
-    scorer = SnapKV(16, window=4)
-    combined = pod.PodCache(model.config, eviction=Combined(16, scorer, CAKE(16, window=4)))
-    fed(model, combined, tokens(1, 30))
-    with pytest.raises(ValueError, match="has no text"):
-        combined.save(tmp_path / "other")
+    other = pod.PodCache(model.config, eviction=OwnMethod(16))
+    fed(model, other, tokens(1, 30))
+    with pytest.raises(ValueError, match="OwnMethod.* has no text; there are snapkv"):
+        other.save(tmp_path / "other")
+
+
+class OwnMethod(H2O):
+    """A user's."""
+
+
+def test_a_default_that_changes_changes_no_saved_cache(tmp_path, monkeypatch):
+    model, method = build(), SnapKV(64)
+    cache = pod.PodCache(model.config, eviction=method)
+    fed(model, cache, tokens(1, 20))
+    cache.save(tmp_path / "cache")
+    monkeypatch.setattr(SnapKV.__init__, "__defaults__", (16, 3, "avg"))
+    assert SnapKV(64) != method == SnapKV(64, window=32, kernel_size=7, pooling="max")
+    loaded = pod.PodCache.load(tmp_path / "cache", model.config)
+    assert loaded.eviction == method
+    with pod.cache_file.safe_open(tmp_path / "cache", "pt") as file:
+        metadata = file.metadata()
+    content = json.loads(metadata["content"])
+    del content["facts"]["eviction"]["pooling"]
+    content, tensors = json.dumps(content), load_file(tmp_path / "cache")
+    crc32 = pod.cache_file.checksum(tensors, content)
+    save_file(tensors, tmp_path / "cache", metadata=metadata | {"content": content, "crc32": crc32})
+    with pytest.raises(ValueError, match="cache: SnapKV: the hyper-parameter pooling is not saved"):
+        pod.PodCache.load(tmp_path / "cache", model.config)
 
 
 def broken_off(model, cache, ids):

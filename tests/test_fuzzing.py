@@ -176,10 +176,10 @@ NUMBERS = st.one_of(st.integers().map(str), st.floats().map(str), st.text(max_si
 @given(
     st.one_of(
         st.text(max_size=30),
-        st.text(alphabet="snapkvh2o+:,=budget0123456789.e- \n", max_size=40),
+        st.text(alphabet="snapkvh2o+*:,=budget0123456789.e- \n", max_size=40),
         st.builds(
-            lambda method, pairs: f"{method}:" + ",".join(f"{name}={value}" for name, value in pairs),
-            METHODS,
+            lambda methods, pairs: f"{'*'.join(methods)}:" + ",".join(f"{name}={value}" for name, value in pairs),
+            st.lists(METHODS, min_size=1, max_size=2),
             st.lists(st.tuples(NAMES, NUMBERS), max_size=3),
         ),
     )
@@ -190,13 +190,15 @@ NUMBERS = st.one_of(st.integers().map(str), st.floats().map(str), st.text(max_si
 @example("snapkv:budget=nan")
 @example("cascade:budget=64,sinks=64")
 @example(",+0")
+@example("0*")
+@example("cake*snapkv:budget=0.5,tau1=1e-5")
 def test_eviction_methods(text):
     try:
         methods = eviction.parse_all(text)
     except ValueError as error:
         # The message may quote and escape what it names.
         said = re.sub(r"[\\'\"]", "", str(error))
-        parts = re.split(r"[+:,=]", text) + [method.partition(":")[0] for method in text.split("+")]
+        parts = re.split(r"[+*:,=]", text) + [method.partition(":")[0] for method in text.split("+")]
         words = [re.sub(r"[\\'\"]", "", repr(part.strip()[:20])) for part in parts if part.strip()]
         assert said and (not words or "''" in str(error) or any(word in said for word in words))
         return

@@ -310,7 +310,7 @@ def test_a_forward_that_broke_off_is_named(monkeypatch):
         (dict(eviction=H2O(16)), "with H2O, which evicts while decoding.*query_aware=False"),
         (dict(eviction=CAKE(16, window=4, query_aware=False)), "with CAKE, which takes tokens from layers"),
         (dict(eviction=StreamingLLM(16)), "with StreamingLLM, which organises storage"),
-        (dict(eviction=Cascade(16)), "with Cascade, which organises storage"),
+        (dict(eviction=Cascade(80)), "with Cascade, which organises storage"),
         (dict(eviction=Quest(16)), "with Quest, which organises storage or pages"),
         (dict(crop_slack=200), "128 tokens in full precision.*crop_slack is 200"),
         (dict(quantization="int4"), r"such as pod.Quantization\(bits=4\), got 'int4'"),

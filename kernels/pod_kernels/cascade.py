@@ -8,6 +8,11 @@ index of the token being added, sinks not counted, sub-cache i accepts when u is
 u <= C. Where it accepts, the offered token becomes its newest. Where it does not, the token replaces that sub-cache's
 newest if its score is at least as high, else it is dropped (arXiv 2406.17808, section 3.2 and Algorithm 2).
 
+"Always while u <= C", eager filling, is not what Algorithm 2 prints: there only an *empty* sub-cache takes what it
+would not accept, and one that holds a token contests it, so that tokens would be dropped while slots are empty. Figure
+7 decides, and section 4.2 says it too: up to the cache's size the method is StreamingLLM, which keeps every token. The
+authors' one-token path does so.
+
 Two facts make this cheap. *When* a sub-cache accepts, pushes out or is contested follows from u alone; only *who* wins
 a contest depends on scores. So the k-th entry of every sub-cache has a time in closed form and at most one challenger,
 and a whole chunk is inserted level by level without a loop over its tokens. And a token never changes its slot: the

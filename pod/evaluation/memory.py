@@ -89,6 +89,20 @@ class Inference:
         return sum(anchor == layer for layer, row in enumerate(self.blocks.anchors.tolist()) for anchor in row)
 
     @property
+    def _method(self) -> Eviction | StoragePolicy | None:
+        """The eviction method; a budget that is a share has come to tokens of the prompt."""
+        if self.eviction is None or not self.eviction.is_share:
+            return self.eviction
+        sinks, groups = 0 if self.blocks.is_dense else self.sink_size, self.shape.heads // self.shape.kv_heads
+        return self.eviction.with_budget(self.eviction.tokens_of(self.prompt, sinks, groups))
+
+    @property
+    def stays_whole(self) -> bool:
+        """The method evicts nothing of the prompt, though it is above the budget: CAKE, up to its first new token."""
+        method = self._method
+        return isinstance(method, Eviction) and method.budget < self.prompt <= method.threshold
+
+    @property
     def _has_store(self) -> bool:
         return isinstance(self.eviction, StoragePolicy) and not isinstance(self.eviction, Quest)
 
@@ -98,7 +112,7 @@ class Inference:
         # The last new token is never stored.
         total = self.prompt + self.output - 1
         near = self.sink_size + self.recent_size
-        method = self.eviction
+        method = self._method
         if method is None:
             return total, min(total, near + CROP_SLACK), 0
         if isinstance(method, Quest):
@@ -134,7 +148,7 @@ class Inference:
     @property
     def _tokens(self) -> int:
         """Tokens that the layers see at once."""
-        return min(self.prompt, getattr(self.eviction, "stride", self.prompt))
+        return min(self.prompt, self._method.at_once) if self._has_store else self.prompt
 
     @property
     def _handed(self) -> int:

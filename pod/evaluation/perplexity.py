@@ -67,16 +67,21 @@ class Perplexity:
 
 
 def check_streamed(methods: Iterable[Eviction | StoragePolicy]) -> None:
-    """Refuse methods that would evict from a streamed text once and then let the cache grow.
+    """Refuse methods that would evict from a streamed text's first chunk only, or keep a share of that for ever.
 
     Raises:
-        ValueError: a method with `query_aware=False`.
+        ValueError: a method with `query_aware=False`, or whose budget is a share of the prompt.
     """
     for method in methods:
         if asks_apart(method):
             raise ValueError(
                 f"{unparse(method)}: with query_aware=false the first chunk of a streamed text would be evicted from "
                 "and all others kept, without bound: leave query_aware out"
+            )
+        if method.is_share:
+            raise ValueError(
+                f"{unparse(method)}: a streamed text has no prompt to keep a share of, only its first chunk: give a "
+                "budget in tokens"
             )
 
 

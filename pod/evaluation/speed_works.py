@@ -26,7 +26,7 @@ from pod.evaluation.timing import BYTES, OPERATIONS, Measured, Works, by
 from pod_kernels import shared_score_attention
 from pod_kernels.flash import CUDNN
 
-CASCADES = (2048, 8192)  # budgets; at most half of the tokens stored before, so that they are full
+CASCADES = (2048, 8192)  # budgets, sinks included; at most half of the tokens stored before, so that they are full
 # One update of a cache is too short to be timed, and a cascade's differ from token to token.
 UPDATES = 16
 UPDATED_BYTES = 2**30  # of the dense cache that a GPU updates
@@ -235,7 +235,8 @@ def cascade_prefill(setting: Setting, length: int) -> Measured:
     states = setting.states(batch, length)
 
     def strides(tensors: list[Tensor]) -> None:
-        cache = pod.PodCache(model.config, eviction=pod.eviction.Cascade(budget // 4 * 4, sinks=setting.sinks))
+        method = pod.eviction.Cascade(budget=setting.sinks + budget, sinks=setting.sinks)
+        cache = pod.PodCache(model.config, eviction=method)
         with cache.prefill():
             for parts in zip(*(tensor.split(stride, dim=2) for tensor in tensors), strict=True):
                 attend(cache, model, *parts)

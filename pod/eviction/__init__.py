@@ -5,7 +5,8 @@ A further method that gives scores or allocates takes at most five steps:
 1. Read the method's rules and write them into shared terms: what scores a token, how many are kept where, when.
 2. Write `pod/eviction/NAME.py`: a frozen dataclass below `Eviction` with the hyper-parameters, a first line of
    docstring for `--eviction list`, and of the hooks `score`, `allocate`, `preference` and `when` those that differ.
-3. Say which last tokens are always kept (`protected`) and how many queries are looked at (`observed`).
+3. Say which last tokens are always kept (`protected`) and how many queries are looked at (`observed`). Where the first
+   depends on the budget, say the least budget too (`least`), for budgets that are a share of the prompt.
 4. Enter the class in `METHODS` below: command lines and `parse` then know it.
 5. Write a plain-loop simulation in `tests/eviction/`, and compare the kept positions with it.
 
@@ -17,7 +18,7 @@ import difflib
 import types
 from collections.abc import Iterable
 from dataclasses import MISSING, fields
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 from pod.eviction.adakv import AdaKV
 from pod.eviction.base import Eviction, Sharing, Stage, accepted_types
@@ -50,31 +51,61 @@ METHODS: dict[str, type] = {
 
 
 def parse(text: str) -> Eviction | StoragePolicy:
-    """A method from the command line's form, `snapkv:budget=256,window=16`.
+    """A method from the command line's form.
+
+    `snapkv:budget=256,window=16`, `snapkv:budget=0.25` with a share of the prompt, `cake:budget=1024,preset=NAME` with
+    searched hyper-parameters; `cake*snapkv:budget=256` is `Combined` of CAKE's allocation and SnapKV's scores, and a
+    parameter goes to the parts that have it.
 
     Raises:
-        ValueError: unknown method or parameter (names the closest), a value of the wrong type, a missing budget.
+        ValueError: unknown method, parameter or preset (names the closest), a value of the wrong type, a missing
+            budget, methods that cannot be combined.
     """
     name, _, settings = text.strip().partition(":")
-    if name.lower() not in METHODS:
-        raise ValueError(f"unknown eviction method {name!r}{_closest(name.lower(), METHODS)}")
-    method = METHODS[name.lower()]
-    hints = get_type_hints(method)
-    known = {one.name: hints[one.name] for one in fields(method)}
-    values = {}
+    methods = [_named(part.strip()) for part in name.split("*")]
+    known = {one.name for method in methods for one in fields(method)}
+    presets = {preset: values for method in methods for preset, values in getattr(method, "PRESETS", {}).items()}
+    given: dict[str, str] = {}
     for setting in filter(None, settings.split(",")):
         key, equals, value = (part.strip() for part in setting.partition("="))
         if not equals:
             raise ValueError(f"{text!r}: {setting!r} is not of the form parameter=value")
-        if key not in known:
+        pairs = {key: value}
+        if presets and key == "preset":
+            if value not in presets:
+                raise ValueError(f"{name} has no preset {value!r}{_closest(value, presets)}")
+            pairs = {one: str(number) for one, number in presets[value].items()}
+        elif key not in known:
             raise ValueError(f"{name} has no parameter {key!r}{_closest(key, known)}")
-        if key in values:
-            raise ValueError(f"{text!r}: {key} is given twice")
-        values[key] = _value(name, key, value, accepted_types(known[key]))
-    missing = [one.name for one in fields(method) if one.default is MISSING and one.name not in values]
-    if missing:
-        raise ValueError(f"{text!r}: {missing[0]} is missing, e.g. {name}:{missing[0]}=256")
-    return method(**values)
+        for one in pairs.keys() & given.keys():
+            raise ValueError(f"{text!r}: {one} is given twice")
+        given |= pairs
+    parts = []
+    for method in methods:
+        hints, own = get_type_hints(method), fields(method)
+        types_of = {one.name: accepted_types(hints[one.name]) for one in own}
+        values = {key: _value(name, key, value, types_of[key]) for key, value in given.items() if key in types_of}
+        missing = [one.name for one in own if one.default is MISSING and one.name not in values]
+        if missing:
+            raise ValueError(f"{text!r}: {missing[0]} is missing, e.g. {name}:{missing[0]}=256")
+        parts.append(method(**values))
+    if len(parts) == 1:
+        return parts[0]
+    if len(parts) > 2 or not all(isinstance(part, Eviction) for part in parts):
+        raise ValueError(
+            f"{text!r}: ALLOCATOR*SCORER, such as cake*snapkv, combines two methods, and none that organises storage"
+        )
+    allocator, scorer = parts
+    try:
+        return Combined(scorer.budget, scorer, allocator, query_aware=scorer.query_aware)
+    except ValueError as error:
+        raise ValueError(f"{text!r}: {error}") from error
+
+
+def _named(name: str) -> type:
+    if name.lower() not in METHODS:
+        raise ValueError(f"unknown eviction method {name!r}{_closest(name.lower(), METHODS)}")
+    return METHODS[name.lower()]
 
 
 def split(text: str) -> list[str]:
@@ -99,20 +130,65 @@ def parse_all(text: str) -> list[Eviction | StoragePolicy]:
 
 
 def unparse(method: Eviction | StoragePolicy) -> str:
-    """The shortest text of which `parse` makes an equal method: results are kept under it.
+    """The shortest text of which `parse` makes an equal method, for tables and folders' names.
+
+    Defaults are not in it: what is kept for later is kept with `hyper_parameters`.
 
     Raises:
-        ValueError: the method is none of `METHODS`.
+        ValueError: the method is none of `METHODS`, or combines two that have other values of one parameter.
     """
+    parts = [method.allocator, method.scorer] if isinstance(method, Combined) else [method]
+    names, values, given = [_name_of(part) for part in parts], {}, {}
+    for part in parts:
+        for one in fields(part):
+            value = getattr(part, one.name)
+            values.setdefault(one.name, []).append(value)
+            if one.default is MISSING or value != one.default:
+                given[one.name] = value
+    for name in given:
+        if len(set(values[name])) > 1:
+            raise ValueError(f"{method!r} has no text: its parts have other values of {name}")
+    settings = ",".join(f"{name}={str(values[name][0]).lower()}" for name in values if name in given)
+    return f"{'*'.join(names)}:{settings}"
+
+
+def hyper_parameters(method: Eviction | StoragePolicy) -> dict[str, Any]:
+    """The class and every hyper-parameter, defaults too, as JSON: a default may change, what is saved may not.
+
+    Raises:
+        ValueError: the method is none of this library's.
+    """
+    if not isinstance(method, Combined):
+        _name_of(method)
+    values = {one.name: getattr(method, one.name) for one in fields(method)}
+    return {"method": type(method).__name__} | {
+        name: hyper_parameters(value) if isinstance(value, Eviction) else value for name, value in values.items()
+    }
+
+
+def of_hyper_parameters(saved: dict[str, Any]) -> Eviction | StoragePolicy:
+    """The method that `hyper_parameters` has described.
+
+    Raises:
+        ValueError: no method has that name, or it has other hyper-parameters.
+    """
+    classes = {one.__name__: one for one in (*METHODS.values(), Combined)}
+    if saved["method"] not in classes:
+        raise ValueError(f"unknown eviction method {saved['method']!r}{_closest(saved['method'], classes)}")
+    method = classes[saved["method"]]
+    values = {name: value for name, value in saved.items() if name != "method"}
+    known = {one.name for one in fields(method)}
+    for name in sorted(known ^ values.keys()):
+        whose = "is not saved" if name in known else "is saved, and this library does not know it"
+        raise ValueError(f"{saved['method']}: the hyper-parameter {name} {whose}")
+    return method(**{k: of_hyper_parameters(v) if isinstance(v, dict) else v for k, v in values.items()})
+
+
+def _name_of(method: Eviction | StoragePolicy) -> str:
     names = [name for name, known in METHODS.items() if type(method) is known]
     if not names:
         raise ValueError(f"{method!r} has no text; there are {', '.join(METHODS)}")
-    settings = ",".join(
-        f"{one.name}={str(getattr(method, one.name)).lower()}"
-        for one in fields(method)
-        if one.default is MISSING or getattr(method, one.name) != one.default
-    )
-    return f"{names[0]}:{settings}"
+    return names[0]
 
 
 def describe() -> str:
@@ -124,6 +200,10 @@ def describe() -> str:
         )
         summary = method.__doc__.split("\n")[0]
         lines.append(f"{name}:{parameters}\n    {summary}")
+        for preset, values in getattr(method, "PRESETS", {}).items():
+            lines.append(f"    preset={preset}: " + ",".join(f"{one}={number}" for one, number in values.items()))
+    lines.append("ALLOCATOR*SCORER:budget,...\n    One method's allocation, another's scores: cake*snapkv:budget=256.")
+    lines.append("budget: tokens, or a share of the prompt between 0 and 1, as in snapkv:budget=0.25.")
     return "\n".join(lines)
 
 
@@ -172,6 +252,8 @@ __all__ = [
     "Store",
     "StreamingLLM",
     "describe",
+    "hyper_parameters",
+    "of_hyper_parameters",
     "parse",
     "parse_all",
     "split",

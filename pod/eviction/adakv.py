@@ -23,15 +23,18 @@ class AdaKV(SnapKV):
     that the bytes stay the same; the sinks of blocks of several layers come off P.
 
     Args:
-        budget: tokens kept per layer and KV head on average, the window included.
+        budget: tokens kept per layer and KV head on average, the window included; or a share, see `Method`.
         window, kernel_size, pooling: as `SnapKV`.
         alpha: the part of the budget that every head gets in any case, 0 to 1.
+        normalize: before heads compete, each one's scores are multiplied by the part of their sum that its P highest
+            make up, so that a head of spread scores wins less. Off in the authors' code.
 
     Raises:
         ValueError: budget below window, or a value that means nothing.
     """
 
     alpha: float = 0.2
+    normalize: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,10 +51,10 @@ class AdaKV(SnapKV):
             rivals = [index for index, other in enumerate(sizes) if other == size]
             always = sharing.always[stage.layer, stage.heads[rivals[0]]]
             each = self.budget - always
-            wins = _wins(stage, rivals, each * len(rivals))
+            wins = _wins(stage, rivals, each, self.normalize)
             room = stage.candidates[:, rivals].sum(dim=-1)
-            for row, seen in enumerate(sharing.seen):
-                if seen <= self.threshold:
+            for row in range(len(sharing.seen)):
+                if sharing.spared[row]:
                     continue
                 shares = share_out(each, wins[row].tolist(), room[row].tolist(), self.alpha)
                 for index, share in zip(rivals, shares, strict=True):
@@ -59,12 +62,17 @@ class AdaKV(SnapKV):
         return counts
 
 
-def _wins(stage: Stage, rivals: list[int], total: int) -> Tensor:
-    """[B, heads] how many of the `total` highest scores of the heads `rivals` lie in each."""
-    scores = stage.scores[:, rivals].masked_fill(~stage.candidates[:, rivals], -torch.inf)
+def _wins(stage: Stage, rivals: list[int], each: int, normalize: bool) -> Tensor:
+    """[B, heads] how many of the `each` times their number highest scores of the heads `rivals` lie in each."""
+    scores, candidates = stage.scores[:, rivals], stage.candidates[:, rivals]
+    if normalize:
+        counted = scores.masked_fill(~candidates, 0)
+        best = counted.topk(min(each, counted.shape[-1]), dim=-1).values.sum(dim=-1)
+        scores = scores * (best / counted.sum(dim=-1).clamp(min=torch.finfo(best.dtype).tiny))[..., None]
+    scores = scores.masked_fill(~candidates, -torch.inf)
     # Slots are in order of position: the more recent first, and of one position the lower head.
     line = scores.flip(-1).transpose(1, 2).flatten(1)
-    best = line.argsort(dim=1, descending=True, stable=True)[:, :total]
+    best = line.argsort(dim=1, descending=True, stable=True)[:, : each * len(rivals)]
     best_heads = torch.where(line.gather(1, best).isneginf(), len(rivals), best % len(rivals))
     return (best_heads[..., None] == torch.arange(len(rivals), device=line.device)).sum(dim=1)
 

@@ -5,13 +5,72 @@ Legend: B rows, A KV heads anchored in a layer (all of them in a dense model), N
 
 import types
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field, fields
-from typing import ClassVar, get_args, get_origin, get_type_hints
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from fractions import Fraction
+from functools import lru_cache
+from itertools import groupby
+from typing import ClassVar, Self, get_args, get_origin, get_type_hints
 
 from torch import Tensor
 
 from pod.blocks import LayerBlocks
 from pod.eviction.observation import Observation
+
+
+class Method(ABC):
+    """What every method has, a dataclass of hyper-parameters: a budget.
+
+    Attributes:
+        budget: an int: tokens that each layer and KV head keeps (on average, where they share), every kept token
+            counted. A float between 0 and 1: a share of the first prefill's real tokens, in each row of its own,
+            rounded down and not below `least`; that many tokens are the row's budget from then on.
+    """
+
+    budget: int | float
+
+    @property
+    def is_share(self) -> bool:
+        """The budget is a share of a prompt that is not known yet; what is made of the budget has no meaning."""
+        return isinstance(self.budget, float)
+
+    def least(self, sinks: int, groups: int) -> int:
+        """The fewest tokens that a share comes to.
+
+        Args:
+            sinks: first tokens that the model's blocks always keep.
+            groups: query heads per KV head.
+        """
+        return 1
+
+    def with_budget(self, budget: int) -> Self:
+        """The same method with so many tokens as its budget."""
+        return replace(self, budget=budget)
+
+    def tokens_of(self, prompt: int, sinks: int, groups: int) -> int:
+        """What a share comes to in a row whose first prefill has `prompt` tokens; arguments else as `least`."""
+        # A share counts as it is written: 0.29 of 100 tokens are 29, though the float is a little less.
+        return max(int(Fraction(str(self.budget)) * prompt), self.least(sinks, groups))
+
+
+def runs_of(method: Method, budgets: Sequence[int] | None) -> Sequence[tuple[Method, slice]]:
+    """The method as rows have it, a share come to tokens, for each run of rows with one budget.
+
+    Args:
+        method: of all rows.
+        budgets: [B] tokens; None where the method's own is of all rows, or a share is still to come to something.
+    """
+    return [(method, slice(None))] if budgets is None else _runs_of(method, tuple(budgets))
+
+
+@lru_cache(maxsize=16)
+def _runs_of(method: Method, budgets: tuple[int, ...]) -> list[tuple[Method, slice]]:
+    runs, first = [], 0
+    for budget, rows in groupby(budgets):
+        last = first + len(list(rows))
+        runs.append((method.with_budget(budget), slice(first, last)))
+        first = last
+    return runs
 
 
 @dataclass
@@ -36,30 +95,44 @@ class Stage:
     preference: list[float] | None
     budgets: list[list[int]] | None = None
 
+    def of_rows(self, rows: slice) -> "Stage":
+        """The same of some rows."""
+        lines = {"scores": self.scores, "candidates": self.candidates, "preference": self.preference}
+        units = {"held": self.held, "budgets": self.budgets}
+        return replace(
+            self,
+            **{name: None if line is None else line[rows] for name, line in lines.items()},
+            **{name: None if heads is None else [head[rows] for head in heads] for name, heads in units.items()},
+        )
+
 
 @dataclass
 class Sharing:
-    """What `Eviction.allocate` sees.
+    """What `Eviction.allocate` sees; its B rows have one budget.
 
     Attributes:
         blocks: the model's blocks; of one layer each in a dense model.
         always: tokens that a block (its anchor layer, its KV head) always keeps: window and, if it shares, sinks.
         seen: [B] tokens of each row so far, evicted ones included.
+        spared: [B] rows of which this prefill evicts nothing: they are not above the method's threshold.
         stages: the layers with anchors up to now, the newest last.
     """
 
     blocks: LayerBlocks
     always: dict[tuple[int, int], int]
     seen: list[int]
+    spared: list[bool]
     stages: list[Stage]
 
 
 @dataclass(frozen=True)
-class Eviction(ABC):
+class Eviction(Method):
     """Base of the eviction methods: hyper-parameters, and hooks that the cache calls.
 
+    The hooks of a method whose budget is a share are called on one of as many tokens as it came to.
+
     Attributes:
-        budget: tokens that each layer and KV head keeps on average, everything included.
+        budget: see `Method`.
         query_aware: False: the first prefill, the context, is evicted once and what comes later is only added; many
             questions can then be put to copies (`copy.deepcopy`) of one cache, or after `crop`, and none of them is
             in anyone's observation window. True: every prefill ends with an eviction, so a question at the end of
@@ -68,13 +141,13 @@ class Eviction(ABC):
     Class attributes:
         positions: "absolute": a key keeps the rotation of its position in the text.
         when: 0 evicts after a prefill only, n also after every n-th decoded token.
-        carries: scores stay with their tokens, and those of further queries are added.
+        carries: scores stay with their tokens, and those of further queries are added; the budget has no part in them.
         lasting: a prefill's scores stay with their tokens and decide at steps too; a new token's is 0, and what a step
             scores is added for that step only.
         per_layer: all KV heads anchored in a layer keep the same positions.
     """
 
-    budget: int
+    budget: int | float
     query_aware: bool = field(default=True, kw_only=True)
 
     positions: ClassVar[str] = "absolute"
@@ -85,9 +158,8 @@ class Eviction(ABC):
 
     def __post_init__(self) -> None:
         check_types(self)
-        if self.budget < 1:
-            raise ValueError(f"{type(self).__name__}: budget must be at least 1 token, got {self.budget}")
-        if self.budget < self.protected:
+        check_budget(self)
+        if not self.is_share and self.budget < self.protected:
             raise ValueError(
                 f"{type(self).__name__}: budget ({self.budget} tokens) is below the {self.protected} last tokens that "
                 "are always kept: raise budget, or keep fewer"
@@ -101,6 +173,9 @@ class Eviction(ABC):
     def protected_with(self, groups: int) -> int:
         """The same, for methods where it depends on the query heads per KV head."""
         return self.protected
+
+    def least(self, sinks: int, groups: int) -> int:
+        return max(1, sinks + self.protected_with(groups))
 
     @property
     def observed(self) -> int:
@@ -140,6 +215,22 @@ class Eviction(ABC):
         """
         rows = len(sharing.seen)
         return [[[self.budget] * rows for _ in stage.heads] for stage in sharing.stages]
+
+
+def check_budget(method: Method) -> None:
+    """Refuse a budget that is neither a number of tokens nor a share of the prompt.
+
+    Raises:
+        ValueError: names the method and the value.
+    """
+    name = type(method).__name__
+    if method.is_share and not 0 < method.budget < 1:
+        raise ValueError(
+            f"{name}: budget must be a whole number of tokens, or a share of the prompt between 0 and 1 such as 0.25; "
+            f"got {method.budget}"
+        )
+    if method.budget < 1 and not method.is_share:
+        raise ValueError(f"{name}: budget must be at least 1 token, got {method.budget}")
 
 
 def check_window(method: Eviction, smallest: int = 1) -> None:

@@ -20,19 +20,24 @@ class CAKE(Eviction):
     before the window, in the mean over its query heads. The tokens beside the window, (budget - window) * layers, are
     shared in proportion (Eq. 7), and shared anew after every layer (Algorithm 1), so that no more than the budget and
     the layer at hand is ever held. While decoding each layer keeps its share. Nothing is evicted by a prefill of at
-    most budget + window tokens; decoding then brings it down to the budget.
+    most budget + window tokens: as in the authors' code such a prompt stays whole, above the budget, until the first
+    decoded token, which brings every layer down to it (its bytes stay allocated).
 
     Counts are whole: rounded down in the end, what is left goes one each to the layers in order. A layer never gets
-    more than it still holds; what it cannot take is shared evenly by those that can. Under PoD the layers of a block
-    keep the same tokens, each counts, the sinks of blocks of several layers come off the shared tokens, and each KV
-    head shares its own; a remainder that is smaller than any block is left over.
+    more than it still holds; what it cannot take is shared evenly by those that can. So where a layer's share is above
+    its prompt, cascading is not evicting once (Theorem 1 fails): the authors' code gives the excess to earlier layers
+    too, which here have dropped by then what they would have got, so that later ones take it. Under PoD the layers of a
+    block keep the same tokens, each counts, the sinks of blocks of several layers come off the shared tokens, and each
+    KV head shares its own; a remainder that is smaller than any block is left over.
 
     Args:
-        budget: tokens kept per layer and KV head on average, the window included.
+        budget: tokens kept per layer and KV head on average, the window included; or a share, see `Method`.
         window: the last tokens, always kept; their queries score the others.
         kernel_size: tokens that are pooled, odd.
         gamma: weight of the variance.
-        tau1, tau2: temperatures of H and V; the paper searched them per model and budget, 1 where unknown.
+        tau1, tau2: temperatures of H and V. The paper searched them per model and budget; `PRESETS` has what is known
+            of that: `CAKE(1024, **CAKE.PRESETS["llama-3.1-8b-1024"])`, on command lines
+            `cake:budget=1024,preset=llama-3.1-8b-1024`.
 
     Raises:
         ValueError: budget below window, window below 2 (a variance needs two queries), or a value that means nothing.
@@ -41,10 +46,15 @@ class CAKE(Eviction):
     window: int = 32
     kernel_size: int = 5
     gamma: float = 200.0
-    tau1: float = 1.6
-    tau2: float = 0.4
+    tau1: float = 1.0
+    tau2: float = 1.0
 
     when: ClassVar[int] = 1
+    # By model and tokens per layer.
+    PRESETS: ClassVar[dict[str, dict[str, float]]] = {
+        "llama-3.1-8b-1024": {"tau1": 1.6, "tau2": 0.4},
+        "llama-3.1-8b-128": {"tau1": 1.6, "tau2": 0.6},
+    }
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -97,8 +107,8 @@ class CAKE(Eviction):
             ]
             total = sum(self.budget - sharing.always[anchor, head] for anchor in column)
             is_last = sum(size for *_, size in blocks) == len(column)
-            for row, seen in enumerate(sharing.seen):
-                if seen <= self.threshold or not blocks:
+            for row in range(len(sharing.seen)):
+                if sharing.spared[row] or not blocks:
                     continue
                 always = [sharing.always[sharing.stages[stage].layer, head] for stage, *_ in blocks]
                 shares = share_out(

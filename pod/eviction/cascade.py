@@ -6,7 +6,6 @@ from typing import ClassVar
 from transformers.configuration_utils import PreTrainedConfig
 
 from pod.blocks import LayerBlocks
-from pod.eviction.base import check_types
 from pod.eviction.slots import Scoring, SlotStore
 from pod.eviction.storage import StoragePolicy, check_policy
 from pod_kernels.cascade import Cascades
@@ -19,54 +18,66 @@ class Cascade(StoragePolicy):
     """Keep sinks, recent tokens, and ever sparser older ones, chosen by a moving average of their attention.
 
     Sub-cache i accepts every 2^i-th token; where it does not, the token offered and its newest contest by their
-    scores. The kept tokens so reach back about `budget / num_cascades * (2^num_cascades - 1)` tokens (Eq. 4). Until the
-    cache is full it keeps everything. A prompt is processed in strides: the queries of one stride attend to what is
-    kept and to the stride itself, so that the work grows linearly with the prompt.
+    scores. The kept tokens so reach back about `(budget - sinks) / num_cascades * (2^num_cascades - 1)` tokens (Eq. 4).
+    Until the cache is full it keeps everything. A prompt is processed in strides: the queries of one stride attend to
+    what is kept and to the stride itself, so that the work grows linearly with the prompt.
 
     Args:
-        budget: tokens kept per layer and KV head, the sinks on top; a multiple of `num_cascades`.
+        budget: tokens kept per layer and KV head, the sinks included, which the paper counts apart; or a share, see
+            `Method`. The sub-caches share what is left beside the sinks evenly, rounded down to a multiple of their
+            number: up to `num_cascades - 1` tokens fewer than the budget are kept.
         sinks: first tokens that stay for ever. In a model with blocks of more than one layer at least its `sink_size`.
         num_cascades: sub-caches, newest first.
         gamma: weight of the past in the scores' moving average, in (0, 1), per query.
-        stride: queries processed at once.
+        stride: queries processed at once. None: a quarter of the budget, the paper's 4K of 16K. Above the budget it
+            warns.
         head_reduction: "max" or "mean", over the query heads of a KV head.
 
     Raises:
         ValueError: a value is out of range; names it.
     """
 
-    budget: int
+    budget: int | float
     sinks: int = 64
     num_cascades: int = 4
     gamma: float = 0.9999
-    stride: int = 4096
+    stride: int | None = None
     head_reduction: str = "max"
 
     positions: ClassVar[str] = "cache"
 
     def __post_init__(self) -> None:
-        check_types(self)
-        if self.budget < 1:
-            raise ValueError(f"budget must be at least 1 token, got {self.budget}")
-        if self.sinks < 0:
-            raise ValueError(f"sinks must be >= 0 tokens, got {self.sinks}")
+        check_policy(self)
         if self.num_cascades < 1:
             raise ValueError(f"num_cascades must be at least 1, got {self.num_cascades}")
-        if self.budget % self.num_cascades:
-            lower = self.budget - self.budget % self.num_cascades
-            raise ValueError(
-                f"budget must be a multiple of num_cascades, which are equal; got {self.budget} and "
-                f"{self.num_cascades}. Use {lower or self.num_cascades} or {lower + self.num_cascades}."
-            )
+        self._check_room(self.sinks, f"the {self.sinks} sinks")
         if not 0 < self.gamma < 1:
             raise ValueError(f"gamma must be between 0 and 1, both excluded; got {self.gamma}")
         if self.head_reduction not in HEAD_REDUCTIONS:
             names = ", ".join(map(repr, HEAD_REDUCTIONS))
             raise ValueError(f"head_reduction must be one of {names}; got {self.head_reduction!r}")
-        check_policy(self.positions, self.stride)
+
+    def _check_room(self, sinks: int, named: str) -> None:
+        least = sinks + self.num_cascades
+        if not self.is_share and self.budget < least:
+            raise ValueError(
+                f"budget must hold {named} and a token of each of the {self.num_cascades} sub-caches; got "
+                f"{self.budget}. Use at least {least}."
+            )
+
+    def least(self, sinks: int, groups: int) -> int:
+        return max(self.sinks, sinks) + self.num_cascades
 
     def make_store(self, config: PreTrainedConfig, blocks: LayerBlocks) -> SlotStore:
-        """An empty store for a model."""
+        """An empty store for a model.
+
+        Raises:
+            ValueError: the model's sinks leave no token for each sub-cache.
+        """
         sinks = self.sinks if blocks.is_dense else max(self.sinks, config.sink_size)
-        cascades = Cascades(sinks, self.budget, self.num_cascades)
+        self._check_room(
+            sinks, f"the model's sink_size of {sinks} tokens, which blocks of more than one layer always keep,"
+        )
+        rest = self.budget - sinks
+        cascades = Cascades(sinks, rest - rest % self.num_cascades, self.num_cascades)
         return SlotStore(config, blocks, cascades, rotates=True, scoring=Scoring(self.gamma, self.head_reduction))

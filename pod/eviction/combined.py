@@ -1,6 +1,6 @@
 """One method's scores under another's allocation."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -12,9 +12,12 @@ from pod.eviction.observation import Observation
 class Combined(Eviction):
     """The scores of one method under the allocation of another, as CAKE's paper puts H2O and SnapKV under its own.
 
+    On command lines `cake*snapkv:budget=256`: CAKE's allocation, SnapKV's scores, and every hyper-parameter given goes
+    to the parts that have it.
+
     Args:
         budget: that of both, as is `query_aware`.
-        scorer: gives scores, what is always kept, and when.
+        scorer: gives scores, what is always kept, when, and up to which length a prompt loses nothing.
         allocator: gives preferences and counts.
 
     Raises:
@@ -45,10 +48,17 @@ class Combined(Eviction):
     protected = property(lambda self: self.scorer.protected)
     observed = property(lambda self: self.scorer.observed)
     preference_window = property(lambda self: self.allocator.preference_window)
-    threshold = property(lambda self: self.allocator.threshold)
+    threshold = property(lambda self: self.scorer.threshold)
 
     def protected_with(self, groups: int) -> int:
         return self.scorer.protected_with(groups)
+
+    def least(self, sinks: int, groups: int) -> int:
+        return max(part.least(sinks, groups) for part in (self.scorer, self.allocator))
+
+    def with_budget(self, budget: int) -> "Combined":
+        parts = {name: getattr(self, name).with_budget(budget) for name in ("scorer", "allocator")}
+        return replace(self, budget=budget, **parts)
 
     def score(self, seen: Observation) -> Tensor:
         return self.scorer.score(seen)

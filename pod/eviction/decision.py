@@ -9,13 +9,15 @@ Ties are broken the same way everywhere: of two tokens with equal scores the mor
 Legend: B rows, A units anchored in a layer, G query heads per KV head, T queries, N slots, D head dimension.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
 
-from pod.eviction.base import Eviction, Sharing, Stage
+from pod.cache_rows import Rows
+from pod.eviction.base import Eviction, Sharing, Stage, runs_of
 from pod.eviction.observation import Observation, observe
 from pod.eviction.units import Unit, Units
 from pod_kernels import Segments
@@ -36,6 +38,10 @@ class Window:
         """Some of its queries."""
         return Window(self.queries[..., part, :], self.positions[:, part], self.scale)
 
+    def of_rows(self, rows: slice) -> "Window":
+        """The queries of some rows."""
+        return Window(self.queries[:, rows], self.positions[rows], self.scale)
+
     def on(self, keys: Tensor, held: Tensor, newest: Tensor) -> Observation:
         """What they attend to among keys [A, B, N, D] at `held` [B, A, N], in order of position up to `newest` [B]."""
         return observe(self.queries, self.positions, keys, held, newest, self.scale)
@@ -48,6 +54,7 @@ class Decision:
         config: the PoD model's config.
         method: the eviction method.
         units: what is held.
+        rows: say what a share came to in each row.
 
     Attributes:
         windows: by layer with anchors, of the prefill that runs.
@@ -56,22 +63,32 @@ class Decision:
         ValueError: the budget is below what is always kept.
     """
 
-    def __init__(self, config: PreTrainedConfig, method: Eviction, units: Units) -> None:
-        self.method, self.units, self.blocks = method, units, config.blocks
+    def __init__(self, config: PreTrainedConfig, method: Eviction, units: Units, rows: Rows) -> None:
+        self.method, self.units, self.rows, self.blocks = method, units, rows, config.blocks
         self.last_layer = {(row[g], g): layer for layer, row in enumerate(units.anchors) for g in range(len(row))}
-        self.protected = method.protected_with(config.num_attention_heads // config.num_key_value_heads)
+        self.groups = config.num_attention_heads // config.num_key_value_heads
         self.sinks = {unit: config.sink_size if last > unit[0] else 0 for unit, last in self.last_layer.items()}
         if method.per_layer:
             for layer, head in self.sinks:
                 self.sinks[layer, head] = max(s for (other, _), s in self.sinks.items() if other == layer)
         most = max(self.sinks.values())
-        if method.budget < most + self.protected:
+        if not method.is_share and method.budget < most + (protected := method.protected_with(self.groups)):
             raise ValueError(
-                f"{type(method).__name__}: budget ({method.budget} tokens) is below the {most + self.protected} that "
-                f"are always kept: {self.protected} last ones and {most} sinks of blocks of several layers. Raise "
+                f"{type(method).__name__}: budget ({method.budget} tokens) is below the {most + protected} that "
+                f"are always kept: {protected} last ones and {most} sinks of blocks of several layers. Raise "
                 "budget, or convert the model with a smaller sink_size"
             )
         self.begin()
+
+    @property
+    def _runs(self) -> list[tuple[Eviction, slice]]:
+        """The method as runs of rows have it."""
+        return runs_of(self.method, self.rows.budgets)
+
+    def _scored(self, score: Callable[[Eviction, slice], Tensor]) -> Tensor:
+        """[B, ..] what `score` says of each run of rows."""
+        parts = [score(method, rows) for method, rows in self._runs]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def begin(self) -> None:
         """A prefill begins: forget what only the last one needed."""
@@ -115,7 +132,7 @@ class Decision:
         live = [(newest + 1).tolist()] * len(keys)
         scores, stage = self._stage(layer, heads, live, window, keys, held, newest)
         budgets = self._allocated(stage, newest)
-        counts = _counts(self._targets(live, budgets, newest), newest.device)
+        counts = _counts(self._targets(live, budgets), newest.device)
         keep = kept(scores, held, self._forced(layer, heads, held, newest), counts)
         return [Chosen.of(one, positions) for one in keep.unbind(dim=1)], scores, budgets
 
@@ -123,8 +140,8 @@ class Decision:
         """Add the chunk's attention to carried scores, and keep its last queries for the decision."""
         table = self.units.tables[layer]
         if self.method.carries:
-            held = table.positions()
-            table.add_scores(self._summed(window, self.units.keys(layer), held, window.positions[:, -1]))
+            sees = self.units.keys(layer), table.positions(), window.positions[:, -1]
+            table.add_scores(self._scored(lambda method, rows: _summed(method, *_of_rows(rows, window, *sees))))
         if layer in self.windows:
             before = self.windows[layer]
             queries = torch.cat([before.queries, window.queries], dim=3)
@@ -146,7 +163,7 @@ class Decision:
             table.scores = Segments.packed(table.slots.sizes, len(held), 1, dtype=torch.float32, device=held.device)
             table.add_scores(scores)
         table.budgets = self._allocated(stage, newest)
-        table.targets = self._targets(table.held, table.budgets, newest)
+        table.targets = self._targets(table.held, table.budgets)
 
     def excess(self, layer: int, newest: Tensor, length: int) -> dict[Unit, Change]:
         """What is to stay of units whose last layer is at most `layer` and which hold more than they may.
@@ -194,35 +211,35 @@ class Decision:
             newest: [B].
             carried: scores that earlier queries, and these, have added up to.
         """
-        method, seen, sees = self.method, None, (keys, held, newest)
-        if method.carries:
-            scores = carried if carried is not None else self._summed(window, *sees)
-        else:
-            seen = window.part(slice(-method.observed, None)).on(*sees)
-            scores = method.score(seen)
-        preference = None
-        if method.preference_window:
-            if seen is None or method.preference_window != method.observed:
-                seen = window.part(slice(-method.preference_window, None)).on(*sees)
-            preference = method.preference(seen).tolist()
-        candidates = (held >= 0) & ~self._forced(layer, heads, held, newest)
-        return scores, Stage(layer, heads, live, scores, candidates, preference)
+        preferences = []
 
-    def _summed(self, window: Window, keys: Tensor, held: Tensor, newest: Tensor) -> Tensor:
-        """Scores [B, A, N] that add up over queries, a few of these at a time."""
-        count = window.positions.shape[1]
-        chunk = max(1, min(count, MAX_LOGITS // max(1, window.queries.shape[:3].numel() * keys.shape[2])))
-        if runs_triton(keys):
-            chunk = count  # kernels hold a tile of the weights at a time
-        total = torch.zeros(held.shape, dtype=torch.float32, device=keys.device)
-        for first in range(0, count, chunk):
-            total += self.method.score(window.part(slice(first, first + chunk)).on(keys, held, newest))
-        return total
+        def score(method: Eviction, rows: slice) -> Tensor:
+            mine, *sees = _of_rows(rows, window, keys, held, newest)
+            seen = None
+            if method.carries:
+                scores = carried[rows] if carried is not None else _summed(method, mine, *sees)
+            else:
+                seen = mine.part(slice(-method.observed, None)).on(*sees)
+                scores = method.score(seen)
+            if method.preference_window:
+                if seen is None or method.preference_window != method.observed:
+                    seen = mine.part(slice(-method.preference_window, None)).on(*sees)
+                preferences.extend(method.preference(seen).tolist())
+            return scores
+
+        scores = self._scored(score)
+        candidates = (held >= 0) & ~self._forced(layer, heads, held, newest)
+        return scores, Stage(layer, heads, live, scores, candidates, preferences or None)
 
     def _forced(self, layer: int, heads: tuple[int, ...], held: Tensor, newest: Tensor) -> Tensor:
         """[B, A, N] what is always kept: the last tokens, and sinks of units of several layers."""
         sinks = self.units.on_device(tuple(self.sinks[layer, head] for head in heads), held.device)[:, None]
-        return (held >= 0) & ((held < sinks) | (held > newest[:, None, None] - self.protected))
+        runs = [(method.protected_with(self.groups), rows) for method, rows in self._runs]
+        last = runs[0][0]
+        if len(runs) > 1:
+            each = tuple(protected for protected, rows in runs for _ in range(rows.start, rows.stop))
+            last = self.units.on_device(each, held.device)[:, None, None]
+        return (held >= 0) & ((held < sinks) | (held > newest[:, None, None] - last))
 
     def _allocated(self, stage: Stage, newest: Tensor) -> list[list[int]]:
         """Enter the stage; budgets [A][B] of its units, and new targets of those before it."""
@@ -230,21 +247,29 @@ class Decision:
             earlier.scores = earlier.candidates = None
             earlier.held = self.units.tables[earlier.layer].held
         self._stages.append(stage)
-        always = {unit: sinks + self.protected for unit, sinks in self.sinks.items()}
-        budgets = self.method.allocate(Sharing(self.blocks, always, (newest + 1).tolist(), self._stages))
+        seen, self._spared, parts = (newest + 1).tolist(), [], []
+        for method, rows in self._runs:
+            always = {unit: sinks + method.protected_with(self.groups) for unit, sinks in self.sinks.items()}
+            spared = [count <= method.threshold for count in seen[rows]]
+            stages = self._stages if len(self._runs) == 1 else [stage.of_rows(rows) for stage in self._stages]
+            parts.append(method.allocate(Sharing(self.blocks, always, seen[rows], spared, stages)))
+            self._spared += spared
+        budgets = [
+            [[count for line in unit for count in line] for unit in zip(*stage, strict=True)]
+            for stage in zip(*parts, strict=True)
+        ]
         for earlier, counts in zip(self._stages[:-1], budgets, strict=False):
             earlier.budgets = counts
             table = self.units.tables[earlier.layer]
             table.budgets = counts
-            table.targets = self._targets(table.held, counts, newest)
+            table.targets = self._targets(table.held, counts)
         stage.budgets = budgets[-1]
         return budgets[-1]
 
-    def _targets(self, held: list[list[int]], budgets: list[list[int]], newest: Tensor) -> list[list[int]]:
+    def _targets(self, held: list[list[int]], budgets: list[list[int]]) -> list[list[int]]:
         """[A][B] tokens that the prefill leaves: all of a row that is not above the method's threshold."""
-        spared = (newest < self.method.threshold).tolist()
         return [
-            [have if spare else min(have, most) for have, most, spare in zip(*head, spared, strict=True)]
+            [have if spare else min(have, most) for have, most, spare in zip(*head, self._spared, strict=True)]
             for head in zip(held, budgets, strict=True)
         ]
 
@@ -261,8 +286,12 @@ class Decision:
             is_settled: units were within their budgets before the newest token.
         """
         table = self.units.tables[layer]
-        held = table.positions()
-        scores = self.method.score(Observation(weights.transpose(0, 1), held, newest, in_order=False, decoding=True))
+        held, weights = table.positions(), weights.transpose(0, 1)
+
+        def score(method: Eviction, rows: slice) -> Tensor:
+            return method.score(Observation(weights[rows], held[rows], newest[rows], in_order=False, decoding=True))
+
+        scores = self._scored(score)
         if self.method.carries:
             table.add_scores(scores)
             scores = table.carried()
@@ -271,6 +300,8 @@ class Decision:
         if not evicts:
             return
         forced = self._forced(layer, table.heads, held, newest)
+        if table.budgets is None:  # the prefill broke off before anything was decided
+            table.budgets = [list(self.rows.budgets or [self.method.budget] * len(held))] * len(table.heads)
         counts = table.budget_counts()
         if is_settled and self.method.when == 1:
             over = (held >= 0).sum(dim=-1) > counts
@@ -278,6 +309,23 @@ class Decision:
             table.condemned = (given_up & over[..., None]).transpose(0, 1)
         else:
             table.condemned = (~kept(scores, held, forced, counts) & (held >= 0)).transpose(0, 1)
+
+
+def _of_rows(rows: slice, window: Window, keys: Tensor, held: Tensor, newest: Tensor) -> tuple:
+    """Of a window, and of keys [A, B, N, D], `held` [B, A, N] and `newest` [B] that it is looked at with, some rows."""
+    return window.of_rows(rows), keys[:, rows], held[rows], newest[rows]
+
+
+def _summed(method: Eviction, window: Window, keys: Tensor, held: Tensor, newest: Tensor) -> Tensor:
+    """Scores [B, A, N] that add up over queries, a few of these at a time."""
+    count = window.positions.shape[1]
+    chunk = max(1, min(count, MAX_LOGITS // max(1, window.queries.shape[:3].numel() * keys.shape[2])))
+    if runs_triton(keys):
+        chunk = count  # kernels hold a tile of the weights at a time
+    total = torch.zeros(held.shape, dtype=torch.float32, device=keys.device)
+    for first in range(0, count, chunk):
+        total += method.score(window.part(slice(first, first + chunk)).on(keys, held, newest))
+    return total
 
 
 def kept(scores: Tensor, positions: Tensor, forced: Tensor, counts: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ class H2O(Eviction):
     the KV head's query heads. While decoding, the softmax runs over kept keys, and the sum of an evicted token is gone.
 
     Args:
-        budget: tokens kept per layer and KV head, the recent ones included.
+        budget: tokens kept per layer and KV head, the recent ones included; or a share, see `Method`.
         recent: the last tokens, the newest among them, that are always kept; half of the budget when None.
 
     Raises:
@@ -36,7 +36,13 @@ class H2O(Eviction):
 
     @property
     def protected(self) -> int:
+        if self.recent is None and self.is_share:
+            raise ValueError(f"H2O: recent, half of a budget of {self.budget}, is not known before the prompt: give it")
         return max(1, self.budget // 2) if self.recent is None else self.recent
+
+    def least(self, sinks: int, groups: int) -> int:
+        # Where half of the budget is recent, the sinks are in the other half.
+        return max(sinks + 1, 2 * sinks - 1) if self.recent is None else super().least(sinks, groups)
 
     def score(self, seen: Observation) -> Tensor:
         return seen.sums().mean(dim=2)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
 
+from pod.cache_rows import Rows
 from pod.eviction.base import Eviction
 from pod.eviction.decision import Decision
 from pod.eviction.headroom import Headroom
@@ -33,6 +34,7 @@ class EvictingStorage:
     Args:
         config: the PoD model's config.
         method: the eviction method.
+        rows: what the cache counts of its rows.
         orders: for each layer its KV heads in storage order, anchors first.
         num_anchors: of each layer.
         max_length: tokens that each row will reach, None when unknown.
@@ -47,13 +49,14 @@ class EvictingStorage:
         self,
         config: PreTrainedConfig,
         method: Eviction,
+        rows: Rows,
         orders: list[tuple[int, ...]],
         num_anchors: list[int],
         max_length: int | None,
         crop_slack: int,
         quantization: Quantization | None = None,
     ) -> None:
-        self.config, self.method = config, method
+        self.config, self.method, self.rows = config, method, rows
         self.evicts_at_steps = method.when > 0 and method.query_aware
         most_near = config.sink_size + config.recent_size + (0 if self.evicts_at_steps else crop_slack)
         every = method.when if self.evicts_at_steps else 0
@@ -64,7 +67,7 @@ class EvictingStorage:
     def reset(self) -> None:
         """Forget all tokens and free the storage."""
         self.units = Units(self.config, self.method, *self._layout)
-        self.decision = Decision(self.config, self.method, self.units)
+        self.decision = Decision(self.config, self.method, self.units, self.rows)
         self.chosen: dict[Unit, Chosen] = {}  # of units whose later layers are still to come, what to copy of them
         self.step = None
         self.workspace: Tensor | None = None  # [H_kv, B, G, 1, W] float32, what anchors leave during one step

@@ -19,7 +19,7 @@ class PyramidKV(SnapKV):
     at least its sinks; the excess is then taken from blocks. A remainder that is smaller than a block is left over.
 
     Args:
-        budget: tokens kept per layer and KV head on average, the window included.
+        budget: tokens kept per layer and KV head on average, the window included; or a share, see `Method`.
         window, kernel_size, pooling: as `SnapKV`.
         beta: the last layer's share of the mean is about 1 / beta.
 
@@ -39,7 +39,7 @@ class PyramidKV(SnapKV):
         counts = super().allocate(sharing)
         anchors = sharing.blocks.anchors.tolist()
         for row, seen in enumerate(sharing.seen):
-            if seen <= self.threshold or seen < 2 * (self.budget - self.window):
+            if sharing.spared[row] or seen < 2 * (self.budget - self.window):
                 continue
             shares = self.layer_shares(len(anchors), seen - self.window)
             for head in range(len(anchors[0])):

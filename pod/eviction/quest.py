@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
 
 from pod.blocks import LayerBlocks
-from pod.eviction.base import check_types
+from pod.eviction.base import check_budget, check_types
 from pod.eviction.storage import StoragePolicy
 from pod_kernels.pages import page_bounds
 
@@ -26,7 +26,7 @@ class Quest(StoragePolicy):
     more than one layer the anchor's query chooses, and all layers of the block read what it chose.
 
     Args:
-        budget: tokens read per layer and KV head, at least `page_size`.
+        budget: tokens read per layer and KV head, at least `page_size`; or a share, see `Method`.
         page_size: tokens of a page.
         dense_layers: so many first layers read everything; an anchor there still chooses for its block's later layers.
 
@@ -34,21 +34,25 @@ class Quest(StoragePolicy):
         ValueError: a value is out of range; names it.
     """
 
-    budget: int
+    budget: int | float
     page_size: int = 16
     dense_layers: int = 2
 
     def __post_init__(self) -> None:
         check_types(self)
+        check_budget(self)
         if self.page_size < 1:
             raise ValueError(f"page_size must be at least 1 token, got {self.page_size}")
-        if self.budget < self.page_size:
+        if not self.is_share and self.budget < self.page_size:
             raise ValueError(
                 f"budget must be at least one page of page_size={self.page_size} tokens, got {self.budget}. Raise "
                 "budget, or make pages smaller."
             )
         if self.dense_layers < 0:
             raise ValueError(f"dense_layers must be >= 0, got {self.dense_layers}")
+
+    def least(self, sinks: int, groups: int) -> int:
+        return self.page_size
 
     def make_store(self, config: PreTrainedConfig, blocks: LayerBlocks) -> None:
         """None: the cache's own storage keeps all tokens, and the pages beside their keys."""

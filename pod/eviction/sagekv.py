@@ -1,6 +1,7 @@
 """SAGE-KV (arXiv 2503.08879): the prompt's last token chooses once, head by head; recent tokens slide from then on."""
 
 from dataclasses import dataclass
+from itertools import count
 from typing import ClassVar
 
 import torch
@@ -20,7 +21,7 @@ class SageKV(Eviction):
     its query heads. While decoding, sinks and chosen tokens stay, and the oldest recent token gives way to the newest.
 
     Args:
-        budget: tokens kept per layer and KV head, at least 4.
+        budget: tokens kept per layer and KV head, at least 4; or a share, see `Method`.
 
     Raises:
         ValueError: budget below 4.
@@ -31,7 +32,7 @@ class SageKV(Eviction):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.budget < 4:
+        if not self.is_share and self.budget < 4:
             raise ValueError(f"SageKV: budget must be at least 4 tokens (a quarter of it are sinks), got {self.budget}")
 
     @property
@@ -46,6 +47,10 @@ class SageKV(Eviction):
     def protected_with(self, groups: int) -> int:
         """The recent tokens, with `groups` query heads per KV head."""
         return self.budget - self.sinks - groups * self.chosen_per_head(groups)
+
+    def least(self, sinks: int, groups: int) -> int:
+        budgets = map(self.with_budget, count(4))
+        return next(one.budget for one in budgets if one.budget - one.protected_with(groups) >= sinks)
 
     def score(self, seen: Observation) -> Tensor:
         # Numbers that only order: recent tokens 0, those between by rank, the union above, sinks above all.

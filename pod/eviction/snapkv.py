@@ -17,7 +17,7 @@ class SnapKV(Eviction):
     that is shorter than the window, loses nothing.
 
     Args:
-        budget: tokens kept per layer and KV head, the window included.
+        budget: tokens kept per layer and KV head, the window included; or a share, see `Method`.
         window: the last tokens, which are always kept and whose queries score the others. A later turn of fewer
             tokens scores with the queries it has.
         kernel_size: tokens that are pooled, odd.

@@ -5,15 +5,17 @@ A further one takes a dataclass derived from `StoragePolicy`, a `Store` that it 
 lowest up, then `finish`. Quest, which drops nothing, makes no store: the cache's own storage holds its pages too.
 """
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
 
 from pod.blocks import LayerBlocks
+from pod.eviction.base import Method, check_budget, check_types
 
 POSITIONS = ("cache", "absolute")
 
@@ -21,21 +23,34 @@ Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """A model's rotary embedding: (states, position_ids [1, n]) -> cos and sin [1, n, D] in the states' dtype."""
 
 
-class StoragePolicy(ABC):
+class StoragePolicy(Method):
     """Hyper-parameters of a method that organises storage; many caches can be made with one.
 
     Attributes:
         positions: "absolute" (keys come after RoPE and keep the angle of their position) or "cache" (queries and keys
             come before RoPE, the store rotates each to its place among the kept tokens).
-        stride: queries that are processed at once; a longer forward is cut into strides.
+        stride: queries that are processed at once; a longer forward is cut into strides. None: a quarter of the budget,
+            at least 1.
+
+    Class attributes:
+        sees_stride: a query attends to its whole stride up to itself, so that results depend on the stride.
     """
 
     positions: str
-    stride: int
+    stride: int | None
+
+    sees_stride: ClassVar[bool] = True
+
+    @property
+    def at_once(self) -> int:
+        """Queries that are processed at once."""
+        return max(1, self.budget // 4) if self.stride is None else self.stride
 
     @abstractmethod
     def make_store(self, config: PreTrainedConfig, blocks: LayerBlocks) -> "Store | None":
         """An empty store for a model; None for a method that keeps every token in the cache's own storage (Quest).
+
+        Not of a budget that is a share: rows have stores of what it comes to.
 
         Raises:
             ValueError: the policy and the model do not go together.
@@ -63,7 +78,7 @@ class Store(ABC):
         """Prepare for the tokens of one forward.
 
         Args:
-            inputs: [B, T, hidden]; gives rows, tokens, dtype and device. T is at most the policy's stride.
+            inputs: [B, T, hidden]; gives rows, tokens, dtype and device. T is at most the policy's `at_once`.
             mask: [B, T] bool, False for padding on the left; None when all are real.
             rotary: the model's rotary embedding, for policies that rotate.
 
@@ -117,16 +132,26 @@ class Store(ABC):
         return sum(tensor.untyped_storage().nbytes() for tensor in self.storages())
 
 
-def check_policy(positions: str, stride: int) -> None:
-    """Refuse fields of a policy that mean nothing.
+def check_policy(policy: StoragePolicy) -> None:
+    """Refuse fields of a policy with slots that mean nothing, and warn of a stride that makes it another method.
 
     Raises:
         ValueError: names the value and what it may be.
     """
-    if positions not in POSITIONS:
-        raise ValueError(f"positions must be one of {', '.join(map(repr, POSITIONS))}; got {positions!r}")
-    if stride < 1:
-        raise ValueError(f"stride must be at least 1 query, got {stride}")
+    check_types(policy)
+    check_budget(policy)
+    if policy.sinks < 0:
+        raise ValueError(f"sinks must be >= 0 tokens, got {policy.sinks}")
+    if policy.positions not in POSITIONS:
+        raise ValueError(f"positions must be one of {', '.join(map(repr, POSITIONS))}; got {policy.positions!r}")
+    if policy.stride is not None and policy.stride < 1:
+        raise ValueError(f"stride must be at least 1 query, got {policy.stride}")
+    if policy.sees_stride and not policy.is_share and (policy.stride or 0) > policy.budget:
+        warnings.warn(
+            f"{type(policy).__name__}: a stride of {policy.stride} queries is above the budget of {policy.budget} "
+            "tokens: a prompt up to the stride is attended to as without eviction. Left out, it is a quarter of budget",
+            stacklevel=4,
+        )
 
 
 def real_tokens(mask: Tensor) -> Tensor:
@@ -148,7 +173,9 @@ def real_tokens(mask: Tensor) -> Tensor:
     return real
 
 
-def strides(mask: Tensor | None, count: int, stride: int, device: torch.device) -> list[tuple[Tensor, Tensor | None]]:
+def strides(
+    mask: Tensor | None, count: int, stride: list[int], device: torch.device
+) -> list[tuple[Tensor, Tensor | None]]:
     """Cut a forward into strides, counted in each row from its first real token.
 
     A left-padded row is thereby cut as it would be alone.
@@ -156,7 +183,7 @@ def strides(mask: Tensor | None, count: int, stride: int, device: torch.device) 
     Args:
         mask: [B, T] bool, False for padding on the left; None when all are real.
         count: T.
-        stride: queries of one piece.
+        stride: [B or 1] queries of one piece.
 
     Returns:
         For each piece its columns [B or 1, n] int64, each row's right-aligned, and which of them are real
@@ -166,12 +193,13 @@ def strides(mask: Tensor | None, count: int, stride: int, device: torch.device) 
         ValueError: there is padding other than on the left.
     """
     real = torch.tensor([count]) if mask is None else real_tokens(mask)
-    pieces = []
-    for first in range(0, max(1, int(real.max())), stride):
-        mine = (real - first).clamp(0, stride)
+    pieces, stride = [], torch.tensor(stride)
+    for number in range(max(1, int((-(-real // stride)).max()))):
+        first = number * stride
+        mine = (real - first).clamp(min=0).minimum(stride)
         width = max(1, int(mine.max()))
         place = torch.arange(width) - (width - mine)[:, None]
-        columns = ((count - real)[:, None] + first + place).clamp(0, count - 1)
+        columns = ((count - real + first)[:, None] + place).clamp(0, count - 1)
         is_real = place >= 0
         pieces.append((columns.to(device), None if bool(is_real.all()) else is_real.to(device)))
     return pieces

@@ -7,7 +7,6 @@ from typing import ClassVar
 from transformers.configuration_utils import PreTrainedConfig
 
 from pod.blocks import LayerBlocks
-from pod.eviction.base import check_types
 from pod.eviction.slots import SlotStore
 from pod.eviction.storage import StoragePolicy, check_policy
 from pod_kernels.cascade import Cascades
@@ -18,31 +17,32 @@ class StreamingLLM(StoragePolicy):
     """Keep the first tokens, the attention sinks, and a window of the last ones: a cascade of one sub-cache.
 
     Args:
-        budget: tokens kept per layer and KV head, the sinks included.
+        budget: tokens kept per layer and KV head, the sinks included; or a share, see `Method`.
         sinks: first tokens that stay for ever. In a model with blocks of more than one layer at least its `sink_size`.
         positions: "cache", the original: keys are rotated to their place among the kept tokens, so that no distance
             exceeds the budget. "absolute": they keep the angle of their position.
-        stride: queries processed at once; they attend to what is kept and to the stride itself.
+        stride: queries processed at once; they attend to what is kept and to the stride itself. None: a quarter of the
+            budget. Above the budget it warns.
 
     Raises:
         ValueError: a value is out of range; names it.
     """
 
-    budget: int
+    budget: int | float
     sinks: int = 4
     positions: str = "cache"
-    stride: int = 4096
+    stride: int | None = None
 
     def __post_init__(self) -> None:
-        check_types(self)
-        if self.sinks < 0:
-            raise ValueError(f"sinks must be >= 0 tokens, got {self.sinks}")
-        if self.budget <= self.sinks:
+        check_policy(self)
+        if not self.is_share and self.budget <= self.sinks:
             raise ValueError(
                 f"budget must be larger than the {self.sinks} sinks, which it includes; got {self.budget}. "
                 f"Use at least {self.sinks + 1}."
             )
-        check_policy(self.positions, self.stride)
+
+    def least(self, sinks: int, groups: int) -> int:
+        return max(self.sinks, sinks) + 1
 
     def make_store(self, config: PreTrainedConfig, blocks: LayerBlocks) -> SlotStore:
         """An empty store for a model.
@@ -73,15 +73,18 @@ class LMInfinite(StreamingLLM):
     window are the true ones. Rows of at most `budget - sinks + 1` tokens so see what they see without eviction.
 
     Args:
-        budget: tokens kept per layer and KV head, the sinks included.
+        budget: tokens kept per layer and KV head, the sinks included; or a share, see `Method`.
         sinks: first tokens that stay for ever. In a model with blocks of more than one layer at least its `sink_size`.
-        stride: queries processed at once.
+        stride: queries processed at once; results do not depend on it.
 
     Raises:
         ValueError: a value is out of range; names it.
     """
 
+    stride: int = 4096
+
     positions: ClassVar[str] = "cache"
+    sees_stride: ClassVar[bool] = False
 
     def make_store(self, config: PreTrainedConfig, blocks: LayerBlocks) -> SlotStore:
         """An empty store for a model.
@@ -105,6 +108,8 @@ class WindowAttention(StoragePolicy):
     """
 
     stride: int = 4096
+
+    budget: ClassVar[None] = None  # the model's window
 
     def make_store(self, config: PreTrainedConfig, blocks: LayerBlocks) -> SlotStore:
         """An empty store for a model."""

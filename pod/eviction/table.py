@@ -24,7 +24,7 @@ class Table:
         slots: [B, A] packed segments of positions, [S, 1] int32, -1 where a slot is empty; keys lie the same way.
         scores: the same of float32, where scores are needed later.
         held: [A][B] tokens of each; known only until a token is decoded.
-        budgets: [A][B] what decoding keeps of each.
+        budgets: [A][B] what decoding keeps of each; None until a prefill has decided.
         targets: [A][B] what a prefill leaves of each, once decided.
         room: empty slots that every segment has at least.
         has_holes: slots are not in order of position.
@@ -36,7 +36,7 @@ class Table:
     slots: Segments
     scores: Segments | None
     held: list[list[int]]
-    budgets: list[list[int]]
+    budgets: list[list[int]] | None
     targets: list[list[int]] | None = None
     room: int = 0
     has_holes: bool = False
@@ -104,7 +104,7 @@ class Table:
             slots=self.slots.of_rows(rows),
             scores=None if self.scores is None else self.scores.of_rows(rows),
             held=[[head[row] for row in rows] for head in self.held],
-            budgets=[[head[row] for row in rows] for head in self.budgets],
+            budgets=None if self.budgets is None else [[head[row] for row in rows] for head in self.budgets],
         )
 
     def tensors(self) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ class TOVA(Eviction):
     several layers, so that its sinks are kept, all of the layer's KV heads keep them.
 
     Args:
-        budget: tokens kept per layer and KV head.
+        budget: tokens kept per layer and KV head; or a share, see `Method`.
     """
 
     when: ClassVar[int] = 1

@@ -315,9 +315,10 @@ class Units:
         table, (batch, count) = self.tables.get(layer), step.positions.shape
         if table is None:
             anchors = self.num_anchors[layer]
-            held, budgets = ([[number] * batch for _ in range(anchors)] for number in (0, self.method.budget))
+            held = [[0] * batch for _ in range(anchors)]
             sizes = self.headroom.grown(held, count, step.length)
-            self._new_table(layer, sizes, step.positions, held, budgets, has_scores=self.method.carries)
+            has_scores = self.method.carries or self.method.lasting
+            self._new_table(layer, sizes, step.positions, held, None, has_scores)
         elif count > 1 and table.has_holes:
             chosen = [Chosen.of(held >= 0, held) for held in table.positions().unbind(dim=1)]
             sizes = self.headroom.grown([one.counts for one in chosen], count, step.length)
@@ -359,7 +360,7 @@ class Units:
         sizes: list[list[int]],
         like: Tensor,
         held: list[list[int]],
-        budgets: list[list[int]],
+        budgets: list[list[int]] | None,
         has_scores: bool,
     ) -> Table:
         heads = self.orders[layer][: self.num_anchors[layer]]

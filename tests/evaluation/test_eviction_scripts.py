@@ -50,7 +50,12 @@ def text(tmp_path):
         "tova:budget=7,query_aware=false",
         "cake:budget=64,gamma=5.5",
         "streamingllm:budget=9,positions=absolute",
-        "cascade:budget=12,sinks=2,num_cascades=3,head_reduction=mean",
+        "cascade:budget=14,sinks=2,num_cascades=3,head_reduction=mean",
+        "cascade:budget=96,stride=7",
+        "snapkv:budget=0.25,window=8",
+        "adakv:budget=64,normalize=true",
+        "cake*snapkv:budget=48,query_aware=false,tau1=1.6",
+        "adakv*cake:budget=0.5,window=8,alpha=0.5,gamma=5.5",
     ],
 )
 def test_a_methods_text_reads_back(text):
@@ -63,8 +68,67 @@ def test_a_methods_text_reads_back(text):
 
 def test_defaults_are_left_out_and_a_nameless_method_is_refused():
     assert eviction.unparse(eviction.parse("snapkv:window=32,budget=256,kernel_size=7")) == "snapkv:budget=256"
-    with pytest.raises(ValueError, match="has no text"):
-        eviction.unparse(eviction.Combined(64, eviction.SnapKV(64), eviction.CAKE(64)))
+    assert eviction.unparse(eviction.Combined(64, eviction.SnapKV(64), eviction.CAKE(64))) == "cake*snapkv:budget=64"
+    apart = eviction.Combined(64, eviction.SnapKV(64, kernel_size=3), eviction.CAKE(64))
+    with pytest.raises(ValueError, match="has no text: its parts have other values of kernel_size"):
+        eviction.unparse(apart)
+
+
+def test_every_hyper_parameter_is_described_and_read_back():
+    for text in ["snapkv:budget=64", "cascade:budget=0.25", "cake*snapkv:budget=64", "h2o:budget=9", "quest:budget=64"]:
+        method = eviction.parse(text)
+        saved = eviction.hyper_parameters(method)
+        assert json.loads(json.dumps(saved)) == saved and eviction.of_hyper_parameters(saved) == method
+    assert eviction.hyper_parameters(eviction.StreamingLLM(64)) == {
+        "method": "StreamingLLM", "budget": 64, "sinks": 4, "positions": "cache", "stride": None,
+    }  # fmt: skip
+    apart = eviction.Combined(64, eviction.SnapKV(64, kernel_size=3), eviction.CAKE(64))
+    assert eviction.of_hyper_parameters(eviction.hyper_parameters(apart)) == apart
+    saved = eviction.hyper_parameters(eviction.SnapKV(64))
+    for wrong, message in [
+        ({**saved, "method": "SnapKW"}, "unknown eviction method 'SnapKW'; did you mean 'SnapKV'"),
+        ({name: value for name, value in saved.items() if name != "pooling"}, "hyper-parameter pooling is not saved"),
+        ({**saved, "depth": 3}, "hyper-parameter depth is saved, and this library does not know it"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            eviction.of_hyper_parameters(wrong)
+
+
+def test_two_methods_are_combined_by_their_text():
+    """The first allocates, the second scores; what is given goes to the parts that have it."""
+    assert eviction.parse("cake*snapkv:budget=64,window=8,pooling=avg,gamma=3") == eviction.Combined(
+        64, eviction.SnapKV(64, window=8, pooling="avg"), eviction.CAKE(64, window=8, gamma=3.0)
+    )
+    assert eviction.parse_all("CAKE * h2o:budget=0.5,recent=32+tova:budget=9") == [
+        eviction.Combined(0.5, eviction.H2O(0.5, recent=32), eviction.CAKE(0.5)), eviction.TOVA(9),
+    ]  # fmt: skip
+    for text, message in [
+        ("cake*snapvk:budget=64", "unknown eviction method 'snapvk'; did you mean 'snapkv'"),
+        ("cake*snapkv:budget=64,beta=3", "no parameter 'beta'"),
+        ("cake*snapkv", "budget is missing, e.g. cake.snapkv:budget=256"),
+        ("cake*cascade:budget=96", "combines two methods, and none that organises storage"),
+        ("cake*snapkv*tova:budget=64", "combines two methods"),
+        ("pyramidkv*snapkv:budget=64", "SnapKV always keeps 32 last tokens and PyramidKV 8: give both the same window"),
+        ("cake*:budget=64", "unknown eviction method ''"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            eviction.parse(text)
+
+
+def test_searched_values_are_presets():
+    assert eviction.CAKE(64).tau1 == eviction.CAKE(64).tau2 == 1.0
+    assert eviction.parse("cake:budget=128,preset=llama-3.1-8b-128") == eviction.CAKE(128, tau1=1.6, tau2=0.6)
+    assert eviction.CAKE(1024, **eviction.CAKE.PRESETS["llama-3.1-8b-1024"]) == eviction.CAKE(1024, tau1=1.6, tau2=0.4)
+    # What is kept are the values, whatever the name means later.
+    assert "tau1=1.6,tau2=0.6" in eviction.unparse(eviction.parse("cake*snapkv:preset=llama-3.1-8b-128,budget=128"))
+    assert "preset=llama-3.1-8b-1024: tau1=1.6,tau2=0.4" in eviction.describe()
+    for text, message in [
+        ("cake:budget=128,preset=llama-3.1-8b", "cake has no preset 'llama-3.1-8b'; did you mean 'llama-3.1-8b-128'"),
+        ("snapkv:budget=128,preset=llama-3.1-8b-128", "snapkv has no parameter 'preset'"),
+        ("cake:budget=128,tau2=1,preset=llama-3.1-8b-128", "tau2 is given twice"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            eviction.parse(text)
 
 
 def test_a_dense_model_stays_itself_and_is_converted_on_the_same_weights(dense, model):
@@ -152,8 +216,8 @@ METHODS = [
     "tova:budget=48",
     "cake:budget=48,window=8",
     "streamingllm:budget=48,sinks=4",
-    "cascade:budget=40,sinks=8",
-    "cascade:budget=40,sinks=8,stride=5",
+    "cascade:budget=48,sinks=8",
+    "cascade:budget=48,sinks=8,stride=5",
 ]
 
 
@@ -215,25 +279,27 @@ def test_perplexity_script_streams_whole_files(dense_ckpt, text, tmp_path, capsy
     perplexity_script = script("eval/perplexity.py")
     other = tmp_path / "other.py"
     other.write_text(TEXT[:301])
-    methods = "streamingllm:budget=32+cascade:budget=24,sinks=8"
+    methods = "streamingllm:budget=32+cascade:budget=32,sinks=8"
     arguments = ["--ckpt", str(dense_ckpt), "--text", str(other), str(text), "--out", str(tmp_path / "out")]
     arguments += ["--length", "all", "--stream", "50", "--eviction", methods]
     assert perplexity_script.main([*arguments, "--evicting-only"]) == 0
     result = json.loads((tmp_path / "out" / "perplexity.json").read_text())
     (found,) = result["models"].values()
-    assert list(found) == list(result["parameters"]) == ["streamingllm:budget=32", "cascade:budget=24,sinks=8"]
+    assert list(found) == list(result["parameters"]) == ["streamingllm:budget=32", "cascade:budget=32,sinks=8"]
     assert all(set(one) == {"method", *vars(eviction.parse(name))} for name, one in result["parameters"].items())
     assert all(one["tokens"] == 300 + len(TEXT) - 1 for one in found.values())
     assert perplexity_script.main([*arguments, "--limit", "1"]) == 0
     (found,) = json.loads((tmp_path / "out" / "perplexity.json").read_text())["models"].values()
-    assert list(found) == ["none", "streamingllm:budget=32", "cascade:budget=24,sinks=8"]
+    assert list(found) == ["none", "streamingllm:budget=32", "cascade:budget=32,sinks=8"]
     assert len({one["loss"] for one in found.values()}) == 3
     # Without eviction it is the stock model's own loss.
     ids = torch.tensor(list(TEXT[:301].encode()))[None] + 3
     logits = tiny_llama(seed=3)(ids).logits[0, :-1].detach().double()
     assert found["none"]["loss"] == pytest.approx(float(nn.functional.cross_entropy(logits, ids[0, 1:])), rel=1e-5)
     assert found["none"]["bits_per_byte"] == pytest.approx(found["none"]["loss"] / math.log(2))
-    assert "| dense, cascade:budget=24,sinks=8 |" in capsys.readouterr().out
+    assert "| dense, cascade:budget=32,sinks=8 |" in capsys.readouterr().out
+    assert perplexity_script.main([*arguments[:-1], "snapkv:budget=0.25"]) == 2
+    assert "snapkv:budget=0.25: a streamed text has no prompt to keep a share of" in capsys.readouterr().err
     assert perplexity_script.main([*arguments[:5], "--eviction", methods]) == 2
     assert "--eviction needs --stream N" in capsys.readouterr().err
     assert perplexity_script.main([*arguments[:5], "--stream", "5", "--evicting-only"]) == 2
@@ -360,10 +426,10 @@ def test_score_only_takes_one_folder(tmp_path, capsys):
 def test_every_method_keeps_the_budget_in_all():
     trade_off = script("eval/trade_off.py")
     for text in trade_off.METHODS.split("+"):
-        method = trade_off.with_budget(text, 64)
-        assert method.budget + (16 if isinstance(method, eviction.Cascade) else 0) == 64
+        assert trade_off.with_budget(text, 64).budget == 64
+    assert trade_off.with_budget("cake*snapkv:window=8", 64) == eviction.parse("cake*snapkv:budget=64,window=8")
     assert {text.split(":")[0] for text in trade_off.METHODS.split("+")} == set(eviction.METHODS)
-    with pytest.raises(ValueError, match="larger than the 64 sinks"):
+    with pytest.raises(ValueError, match="hold the 64 sinks and a token of each of the 4"):
         trade_off.with_budget("cascade", 64)
     with pytest.raises(ValueError, match="given twice"):
         trade_off.with_budget("snapkv:budget=9", 64)
@@ -399,8 +465,8 @@ def test_the_trade_off_goes_on_where_it_was_killed(ckpt, dense_ckpt, text, tmp_p
     assert trade_off.main(arguments) == 0
     points = json.loads((out / "trade_off.json").read_text())["points"]
     assert points[:4] == before and len(points) == 10 == len(calls) == len(set(calls))
-    names = ["none", *(f"snapkv:budget={n},window=8" for n in (40, 80)), "cascade:budget=36,sinks=4"]
-    names.append("cascade:budget=76,sinks=4")
+    names = ["none", *(f"snapkv:budget={n},window=8" for n in (40, 80)), "cascade:budget=40,sinks=4"]
+    names.append("cascade:budget=80,sinks=4")
     assert [(p["ckpt"], p["eviction"]) for p in points] == [(str(c), n) for c in (dense_ckpt, ckpt) for n in names]
     # Bytes: without eviction the cache's formula, 150 tokens and 8 new ones (the last is never stored, but has room).
     plain = {p["ckpt"]: p for p in points if p["eviction"] == "none"}
@@ -411,7 +477,7 @@ def test_the_trade_off_goes_on_where_it_was_killed(ckpt, dense_ckpt, text, tmp_p
     assert plain[str(ckpt)]["text_bytes"] == pod.PodCache(shared).expected_nbytes(149, itemsize=4)
     assert plain[str(ckpt)]["text_dense_bytes"] == 2 * 4 * 8 * 4 * 149
     for small, large in zip(points, points[1:], strict=False):
-        if "=40" in small["eviction"] or "=36" in small["eviction"]:
+        if "=40" in small["eviction"]:
             assert small["text_bytes"] < large["text_bytes"] < plain[small["ckpt"]]["text_bytes"]
     # Quality: the plain row is the model's own loss on the same texts.
     ids = token_ids(models.load(str(dense_ckpt))[1], TEXT)
@@ -421,7 +487,7 @@ def test_the_trade_off_goes_on_where_it_was_killed(ckpt, dense_ckpt, text, tmp_p
     assert plain[str(dense_ckpt)]["bits_per_byte"] == pytest.approx(loss / math.log(2), rel=1e-5)
     printed = capsys.readouterr().out
     assert (out / "trade_off.md").read_text() in printed
-    assert "dense, cascade:budget=36,sinks=4" in printed
+    assert "dense, cascade:budget=40,sinks=4" in printed
     assert (out / "trade_off.png").stat().st_size > 1000
     # Another method only adds its own points; other settings are not mixed in.
     assert trade_off.main([*arguments, "--methods", "h2o", "--budgets", "40"]) == 0

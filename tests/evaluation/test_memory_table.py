@@ -80,7 +80,9 @@ METHODS = [
     eviction.TOVA(budget=24),
     eviction.StreamingLLM(budget=24, stride=16),
     eviction.LMInfinite(budget=24, stride=16),
-    eviction.Cascade(budget=24, sinks=2, stride=16),
+    eviction.Cascade(budget=26, sinks=2, stride=16),
+    eviction.SnapKV(budget=0.5, window=4),
+    eviction.Cascade(budget=0.5, sinks=2),
     eviction.Quest(budget=16, page_size=4),
 ]
 
@@ -98,6 +100,21 @@ def test_bytes_of_the_cache(method, saving):
         assert found <= 3 * row.cache * 1.01 and found > 0.7 * 3 * row.cache
     else:
         assert 3 * row.cache == pytest.approx(found, rel=0.02)
+
+
+@pytest.mark.parametrize("saving", [0, 0.35])
+def test_a_prompt_that_cake_leaves_whole_is_counted_whole(saving, tmp_path):
+    model, method = model_of(memory.even_blocks(4, 2, saving)), eviction.CAKE(budget=24, window=4)
+    for prompt, is_whole in ((24, False), (25, True), (28, True), (29, False)):
+        row = row_of(model, prompt, 5, eviction=method)
+        assert row.stays_whole == is_whole
+        found = memory.generate(model, 3, prompt, 5, eviction=method).nbytes()
+        assert 0.8 * 3 * row.cache < found <= 3 * row.cache * 1.01
+    assert not row_of(model, 25, 5, eviction=eviction.SnapKV(budget=24, window=4)).stays_whole
+    arguments = ["--model", "llama3-8b", "--lengths", "8192,16384", "--out", str(tmp_path), "--eviction"]
+    for text, is_said in (("cake:budget=8180", True), ("cake:budget=0.999", True), ("cake:budget=4096", False)):
+        assert memory_script.main([*arguments, text]) == 0
+        assert ("CAKE keeps a prompt of up to budget" in (tmp_path / "memory.md").read_text()) == is_said
 
 
 @pytest.mark.slow

@@ -243,7 +243,7 @@ def test_the_cascade_papers_protocol(ckpt, tmp_path, capsys):
     protocol = passkey.PROTOCOLS["cascade"]
     assert protocol["lengths"] == [32768, 65536, 131072, 262144, 524288, 1048576]
     assert len(protocol["lengths"]) * protocol["depths"] * protocol["samples"] == 600, "the paper's retrievals"
-    method = "cascade:budget=64,sinks=8,num_cascades=8,stride=32"
+    method = "cascade:budget=72,sinks=8,num_cascades=8,stride=32"
     arguments = ["--ckpt", str(ckpt), "--protocol", "cascade", "--eviction", method, "--out", str(tmp_path)]
     assert passkey.main([*arguments, "--lengths", "200,400", "--samples", "2", "--batch-size", "10"]) == 0
     result = json.loads((tmp_path / "passkey.json").read_text())

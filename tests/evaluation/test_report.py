@@ -113,12 +113,15 @@ def test_a_baseline_is_known_by_what_the_benchmark_saved(model, tmp_path, capsys
 @pytest.mark.parametrize(
     ("eviction", "dense", "shared"),
     [
-        ("cascade:budget=4096", "64+4K", "64+4K"),
-        ("cascade:budget=4096,sinks=4", "4+4K", "16+4K"),
+        ("cascade:budget=4160", "64+4K", "64+4K"),
+        ("cascade:budget=4096,sinks=4", "4+4092", "16+4080"),
         ("streamingllm:budget=4096,sinks=4", "4+4092", "16+4080"),
         ("lminfinite:budget=4096,sinks=16", "16+4080", "16+4080"),
         ("snapkv:budget=4096", "4K", "4K"),
         ("quest:budget=4096", "4K", "4K"),
+        ("snapkv:budget=0.25", "0.25 of the prompt", "0.25 of the prompt"),
+        ("cascade:budget=0.25", "0.25 of the prompt", "0.25 of the prompt"),
+        ("cake*snapkv:budget=4096", "4K", "4K"),
     ],
 )
 def test_windows_have_the_sinks_that_are_kept_apart(tmp_path, eviction, dense, shared):

@@ -303,7 +303,7 @@ def test_filled_caches_hold_what_was_stored(tiny):
         filled_cache.fill(cache, models[speed_setting.DENSE], 2, 90)
     assert cache.get_seq_length() == 90
     kept = cache.positions(3)
-    assert kept.shape == (2, speed_setting.KV_HEADS, 18) and (kept[..., :2] == torch.arange(2)).all()
+    assert kept.shape == (2, speed_setting.KV_HEADS, 14) and (kept[..., :2] == torch.arange(2)).all()
     assert (kept[..., -1] == 89).all()
 
 

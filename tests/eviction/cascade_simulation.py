@@ -7,10 +7,14 @@ from torch import Tensor
 
 
 class SimulatedCascade:
-    """METHODS.md's rules, token by token. A token is its position; sub-caches are lists, oldest first."""
+    """METHODS.md's rules, token by token. A token is its position; sub-caches are lists, oldest first.
+
+    The budget counts the sinks; the sub-caches get equal parts of the rest, in whole tokens.
+    """
 
     def __init__(self, budget: int, sinks: int, num_cascades: int) -> None:
-        self.budget, self.sinks, self.size = budget, sinks, budget // num_cascades
+        self.sinks, self.size = sinks, (budget - sinks) // num_cascades
+        self.full = sinks + num_cascades * self.size
         self.sink_tokens: list[int] = []
         self.caches: list[list[int]] = [[] for _ in range(num_cascades)]
         self.scores: dict[int, float] = {}
@@ -29,7 +33,7 @@ class SimulatedCascade:
         self.scores[t] = score
         token = t
         for i, cache in enumerate(self.caches):
-            if t <= self.budget + self.sinks or (t - self.sinks) % 2**i == 0:
+            if t <= self.full or (t - self.sinks) % 2**i == 0:
                 cache.append(token)
                 if len(cache) <= self.size:
                     return
@@ -70,7 +74,7 @@ class SimulatedLayers:
         anchors: [L][H_kv] anchor layers.
         groups: query heads per KV head.
         sink_size, recent_size, share: of PoD.
-        cascade: budget, sinks, num_cascades.
+        cascade: budget with the sinks, sinks, num_cascades.
         gamma, reduction: of the scores.
         rotates: q and k come before RoPE and are turned to their place among the kept tokens.
     """

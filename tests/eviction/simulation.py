@@ -17,10 +17,11 @@ class Ambiguous(Exception):
 
 
 class Simulation:
-    """Runs beside a cache: records what `attend` is given, and evicts by itself."""
+    """Runs beside a cache: records what `attend` is given, and evicts by itself; of some rows, when told."""
 
-    def __init__(self, cache, method, config) -> None:
+    def __init__(self, cache, method, config, rows=None) -> None:
         self.method, self.config = getattr(method, "scorer", method), config  # of a Combined, its scores
+        self.rows = rows
         self.allocator = getattr(method, "allocator", method)
         self.anchors = config.blocks.anchors.tolist()
         self.num_layers, self.num_heads = len(self.anchors), len(self.anchors[0])
@@ -55,7 +56,8 @@ class Simulation:
         if isinstance(self.method, SnapKV | CAKE):
             return self.method.window
         if isinstance(self.method, H2O):
-            return self.method.budget // 2 if self.method.recent is None else self.method.recent
+            half = max(1, self.method.budget // 2)  # the newest token is recent in any case
+            return half if self.method.recent is None else self.method.recent
         if isinstance(self.method, SageKV):
             return self.method.budget - self.method.budget // 4 - self.groups * self.best_of_each()
         return 0
@@ -98,6 +100,8 @@ class Simulation:
         queries = {}
         for layer, q, k, positions in self.records:
             for row, line in enumerate(positions):
+                if self.rows is not None and row not in self.rows:
+                    continue
                 for column, position in enumerate(line):
                     if position < 0:
                         continue
@@ -179,9 +183,8 @@ class Simulation:
         attention = {unit: self.attention(unit, queries[unit]) for unit in queries}
         scores = {unit: self.scores(unit, attention[unit], False, attention) for unit in attention}
         counts = {unit: self.allocator.budget for unit in attention}
-        threshold = self.allocator.budget
+        threshold = self.method.budget + (self.method.window if isinstance(self.method, CAKE) else 0)
         if isinstance(self.allocator, CAKE):
-            threshold += self.allocator.window
             for row in self.seen:
                 if self.seen[row] > threshold:
                     for head in range(self.num_heads):
@@ -280,12 +283,18 @@ class Simulation:
             rivals = [head for head in heads if self.size(layer, head) == size]
             sinks = self.sinks(layer, rivals[0])
             each = method.budget - method.window - sinks
-            tokens = [
-                (score, p, -head)
-                for head in rivals
-                for p, score in scores[row, layer, head].items()
-                if sinks <= p < self.seen[row] - method.window
-            ]
+            tokens = []
+            for head in rivals:
+                own = [
+                    (score, p)
+                    for p, score in scores[row, layer, head].items()
+                    if sinks <= p < self.seen[row] - method.window
+                ]
+                factor = 1.0
+                if method.normalize and own:
+                    ranked = sorted((score for score, _ in own), reverse=True)
+                    factor = sum(ranked[:each]) / sum(ranked)
+                tokens += [(factor * score, p, -head) for score, p in own]
             tokens.sort(reverse=True)
             best, rest = tokens[: each * len(rivals)], tokens[each * len(rivals) :]
             if best and rest and 0 < best[-1][0] - rest[0][0] < 1e-6 * best[-1][0]:

@@ -44,6 +44,7 @@ def run_both(config, policy, cascade, chunks, seed=0, rotates=True, gamma=0.5, r
     """Feed random q, k, v to a cache and to one simulation per row, and compare after every chunk.
 
     chunks: lists of the real tokens of each row, right-aligned in the chunk.
+    cascade: budget, sinks and sub-caches of all rows, or a list of those of each.
     """
     generator = torch.Generator().manual_seed(seed)
     layers, rows = config.num_hidden_layers, len(chunks[0])
@@ -56,12 +57,12 @@ def run_both(config, policy, cascade, chunks, seed=0, rotates=True, gamma=0.5, r
             config.sink_size,
             config.recent_size,
             config.share,
-            cascade,
+            mine,
             gamma,
             reduction,
             rotates,
         )
-        for _ in range(rows)
+        for mine in (cascade if isinstance(cascade, list) else [cascade] * rows)
     ]
     for new in chunks:
         columns = max(new)
@@ -83,19 +84,25 @@ def run_both(config, policy, cascade, chunks, seed=0, rotates=True, gamma=0.5, r
 
 
 def compare_kept(cache: pod.PodCache, truth: SimulatedLayers, row: int) -> None:
+    store, place_of_row = cache.store, row
+    for rows, one in getattr(store, "_runs", ()):  # of a share
+        if rows.start <= row < rows.stop:
+            store, place_of_row = one, row - rows.start
     for layer, anchors in enumerate(truth.anchors):
         positions = cache.positions(layer)
         for head, anchor in enumerate(anchors):
             cascade = truth.cascades[anchor, head]
             kept = [position for position in positions[row, head].tolist() if position >= 0]
             assert kept == cascade.kept()
-            state = cache.store._layers[anchor].state
+            state = store._layers[anchor].state
             if state.scores is None:
                 continue
-            place = cache.store._orders[anchor].index(head)
-            held = state.positions[place, row].tolist()
+            place = store._orders[anchor].index(head)
+            held = state.positions[place, place_of_row].tolist()
             for token, score in cascade.scores.items():
-                assert float(state.scores[place, row, held.index(token)]) == pytest.approx(score, rel=1e-4, abs=1e-7)
+                assert float(state.scores[place, place_of_row, held.index(token)]) == pytest.approx(
+                    score, rel=1e-4, abs=1e-7
+                )
 
 
 @st.composite
@@ -106,26 +113,44 @@ def runs(draw):
     share, reduction = draw(st.sampled_from(["scores", "keys"])), draw(st.sampled_from(["max", "mean"]))
     anchors = draw(st.sampled_from([((0, 0), (0, 1), (0, 1)), ((0, 0), (1, 1)), ((0, 0), (0, 0))]))
     sizes = draw(st.integers(0, 3)), draw(st.integers(1, 8))
-    cascade = draw(st.integers(1, 3)), draw(st.integers(0, 3)), draw(st.integers(1, 4))  # size, sinks, sub-caches
-    return chunks, anchors, share, reduction, sizes, cascade, draw(st.integers(0, 1000))
+    # Size, sinks, sub-caches; and tokens of the budget that do not make one of each.
+    cascade = draw(st.integers(1, 3)), draw(st.integers(0, 3)), draw(st.integers(1, 4))
+    spare = draw(st.integers(0, cascade[2] - 1))
+    return chunks, anchors, share, reduction, sizes, cascade, spare, draw(st.integers(0, 1000))
 
 
 @settings(deadline=None, max_examples=20, derandomize=True)
 @given(runs())
 def test_chunks_equal_the_simulation(run):
-    chunks, anchors, share, reduction, (sink_size, recent_size), (size, sinks, levels), seed = run
+    chunks, anchors, share, reduction, (sink_size, recent_size), (size, sinks, levels), spare, seed = run
     config = config_of(anchors, share, sink_size, recent_size)
-    policy = Cascade(size * levels, sinks, levels, gamma=0.9, head_reduction=reduction)
     shared = any(anchor != layer for layer, row in enumerate(anchors) for anchor in row)
     always = max(sinks, sink_size) if shared else sinks
-    run_both(config, policy, (size * levels, always, levels), chunks, seed, gamma=0.9, reduction=reduction)
+    budget = always + size * levels + spare
+    policy = Cascade(budget, sinks, levels, gamma=0.9, head_reduction=reduction)
+    run_both(config, policy, (budget, always, levels), chunks, seed, gamma=0.9, reduction=reduction)
+
+
+@settings(deadline=None, max_examples=12, derandomize=True)
+@given(runs(), st.lists(st.integers(0, 24), min_size=2, max_size=2).filter(any), st.sampled_from([0.29, 0.5, 0.9]))
+def test_a_share_equals_the_simulation_of_each_row(run, prompts, budget):
+    chunks, anchors, share, reduction, (sink_size, recent_size), (_, sinks, levels), _, seed = run
+    prompts = prompts[: len(chunks[0])]
+    if not any(prompts):
+        prompts[0] = 17
+    config = config_of(anchors, share, sink_size, recent_size)
+    always = sinks if config.blocks.is_dense else max(sinks, sink_size)
+    policy = Cascade(budget, sinks, levels, gamma=0.9, head_reduction=reduction)
+    each = [max(round(100 * budget) * prompt // 100, always + levels) for prompt in prompts]
+    cascades = [(tokens, always, levels) for tokens in each]
+    run_both(config, policy, cascades, [prompts, *chunks], seed, gamma=0.9, reduction=reduction)
 
 
 @pytest.mark.parametrize("anchors", [((0, 0), (1, 1)), ((0, 0), (0, 1), (2, 1))], ids=["dense", "blocks"])
 def test_decoding_equals_the_simulation_step_by_step(anchors):
     # A prompt of two chunks, then single tokens until every token of the prompt could be gone.
     chunks = [[5, 7], [4, 4]] + [[1, 1]] * 20
-    run_both(config_of(anchors, recent_size=6), Cascade(8, 2, 4, gamma=0.8), (8, 2, 4), chunks, gamma=0.8)
+    run_both(config_of(anchors, recent_size=6), Cascade(10, 2, 4, gamma=0.8), (10, 2, 4), chunks, gamma=0.8)
 
 
 # ---------------------------------------------------------------------- the model
@@ -135,7 +160,7 @@ def test_decoding_equals_the_simulation_step_by_step(anchors):
 @pytest.mark.parametrize("stride", [3, 64])
 def test_until_full_logits_are_those_without_eviction(which, stride):
     model, ids = build(*which), tokens(2, 26)
-    cache = pod.PodCache(model.config, eviction=Cascade(24, sinks=4, num_cascades=3, stride=stride))
+    cache = pod.PodCache(model.config, eviction=Cascade(28, sinks=4, num_cascades=3, stride=stride))
     got = torch.cat([fed(model, cache, ids[:, :20]), fed(model, cache, ids[:, 20:], chunks=(1,) * 6)], dim=1)
     with torch.no_grad():
         assert_close(got, model(ids, use_cache=False).logits)
@@ -156,7 +181,7 @@ def test_a_dynamic_rope_sees_the_places_in_use_only():
     )
     torch.manual_seed(0)
     model = pod.convert(LlamaForCausalLM(config).eval(), pod.LayerBlocks.dense(2, 2), sink_size=2, recent_size=6)
-    cache, ids = pod.PodCache(model.config, eviction=Cascade(16, sinks=4, num_cascades=2)), tokens(1, 20)
+    cache, ids = pod.PodCache(model.config, eviction=Cascade(20, sinks=4, num_cascades=2, stride=20)), tokens(1, 20)
     with torch.no_grad():
         expected = model(ids, use_cache=False).logits
     assert_close(fed(model, cache, ids), expected)
@@ -182,7 +207,7 @@ def test_until_full_the_number_of_cascades_does_not_matter(which):
     model, ids = build(*which), tokens(2, 4 + 24 + 1)
     logits = []
     for number in (1, 2, 4, 24):
-        cache = pod.PodCache(model.config, eviction=Cascade(24, sinks=4, num_cascades=number, stride=5))
+        cache = pod.PodCache(model.config, eviction=Cascade(28, sinks=4, num_cascades=number, stride=5))
         logits.append(fed(model, cache, ids))
     for other in logits[1:]:
         assert torch.equal(logits[0], other)
@@ -191,8 +216,8 @@ def test_until_full_the_number_of_cascades_does_not_matter(which):
 @pytest.mark.parametrize("which", MODELS)
 def test_stride_one_is_token_by_token(which):
     model, ids = build(*which), tokens(2, 30)
-    one = pod.PodCache(model.config, eviction=Cascade(8, sinks=2, num_cascades=2, stride=1))
-    by_token = pod.PodCache(model.config, eviction=Cascade(8, sinks=2, num_cascades=2))
+    one = pod.PodCache(model.config, eviction=Cascade(10, sinks=2, num_cascades=2, stride=1))
+    by_token = pod.PodCache(model.config, eviction=Cascade(10, sinks=2, num_cascades=2))
     assert_close(fed(model, one, ids), fed(model, by_token, ids, chunks=(1,) * 30))
     for layer in range(len(model.model.layers)):
         assert torch.equal(one.positions(layer), by_token.positions(layer))
@@ -201,15 +226,15 @@ def test_stride_one_is_token_by_token(which):
 @pytest.mark.parametrize("which", MODELS)
 def test_strides_are_forwards(which):
     model, ids = build(*which), tokens(2, 31)
-    strided = pod.PodCache(model.config, eviction=Cascade(8, sinks=2, num_cascades=2, stride=7))
-    several = pod.PodCache(model.config, eviction=Cascade(8, sinks=2, num_cascades=2))
+    strided = pod.PodCache(model.config, eviction=Cascade(10, sinks=2, num_cascades=2, stride=7))
+    several = pod.PodCache(model.config, eviction=Cascade(10, sinks=2, num_cascades=2, stride=10))
     assert_close(fed(model, strided, ids), fed(model, several, ids, chunks=(7, 7, 7, 7, 3)))
 
 
 @pytest.mark.parametrize("which", MODELS)
 def test_one_sub_cache_is_streaming(which):
     model, ids = build(*which), tokens(2, 40)
-    cascade = pod.PodCache(model.config, eviction=Cascade(10, sinks=3, num_cascades=1, stride=6))
+    cascade = pod.PodCache(model.config, eviction=Cascade(13, sinks=3, num_cascades=1, stride=6))
     streaming = pod.PodCache(model.config, eviction=StreamingLLM(13, sinks=3, stride=6))
     assert_close(fed(model, cascade, ids), fed(model, streaming, ids))
     assert_close(fed(model, cascade, ids[:, :1]), fed(model, streaming, ids[:, :1]))
@@ -221,7 +246,7 @@ def test_one_sub_cache_is_streaming(which):
 @pytest.mark.parametrize("stride", [4, 64])
 def test_a_left_padded_row_is_exact(which, stride):
     # Three turns; the third row is shorter than the sinks at first.
-    model, policy = build(*which), Cascade(8, sinks=3, num_cascades=2, stride=stride)
+    model, policy = build(*which), Cascade(11, sinks=3, num_cascades=2, stride=stride)
     turns = [(17, 9, 2), (5, 5, 5), (1, 1, 1), (1, 1, 1), (6, 6, 6)]
     rows = [tokens(sum(turn[row] for turn in turns), seed=row) for row in range(3)]
     batch, mask = pod.PodCache(model.config, eviction=policy), torch.zeros(3, 0, dtype=torch.long)
@@ -247,7 +272,7 @@ def test_a_left_padded_row_is_exact(which, stride):
 
 @pytest.mark.parametrize("which", MODELS)
 def test_rows_are_reordered(which):
-    model, policy = build(*which), Cascade(8, sinks=3, num_cascades=2)
+    model, policy = build(*which), Cascade(11, sinks=3, num_cascades=2)
     ids, new = tokens(3, 20), tokens(4, 9, seed=1)
     order = torch.tensor([2, 0, 0, 1])
     cache, truth = (pod.PodCache(model.config, eviction=policy) for _ in range(2))
@@ -261,7 +286,7 @@ def test_rows_are_reordered(which):
 @pytest.mark.parametrize("which", MODELS)
 def test_generate(which):
     model, ids = build(*which), tokens(2, 23)
-    policy = Cascade(8, sinks=2, num_cascades=2, stride=6)
+    policy = Cascade(10, sinks=2, num_cascades=2, stride=6)
     cache = pod.PodCache(model.config, eviction=policy)
     got = model.generate(ids, past_key_values=cache, max_new_tokens=12, do_sample=False)
     truth, expected = pod.PodCache(model.config, eviction=policy), ids
@@ -284,12 +309,12 @@ def test_generate(which):
 
 
 def test_pairs_grow_linearly_and_are_counted():
-    model, stride, budget, sinks = build("llama", "scores", DENSE), 8, 12, 4
+    model, stride, budget, sinks = build("llama", "scores", DENSE), 8, 16, 4
     counted = []
     for length in (64, 128, 256):
         cache = pod.PodCache(model.config, eviction=Cascade(budget, sinks, 2, stride=stride))
         fed(model, cache, tokens(2, length))
-        expected = sum(stride * (min(first, budget + sinks) + stride) for first in range(0, length, stride))
+        expected = sum(stride * (min(first, budget) + stride) for first in range(0, length, stride))
         assert cache.store.pairs == 2 * 4 * 3 * expected  # rows, query heads, layers
         counted.append(cache.store.pairs)
     assert counted[2] - counted[1] == 2 * (counted[1] - counted[0])
@@ -297,7 +322,7 @@ def test_pairs_grow_linearly_and_are_counted():
 
 def test_decoding_inside_blocks_multiplies_no_distant_key_twice():
     model = build("llama", "scores", ANCHORS)  # 2 sinks and 6 recent
-    cache = pod.PodCache(model.config, eviction=Cascade(12, sinks=4, num_cascades=2))
+    cache = pod.PodCache(model.config, eviction=Cascade(16, sinks=4, num_cascades=2))
     fed(model, cache, tokens(3, 30))
     before = cache.store.pairs
     fed(model, cache, tokens(3, 1))
@@ -310,12 +335,13 @@ def test_decoding_inside_blocks_multiplies_no_distant_key_twice():
 @pytest.mark.parametrize("which", MODELS)
 def test_an_update_writes_the_inserted_tokens_only(which):
     model = build(*which)
-    cache = pod.PodCache(model.config, eviction=Cascade(16, sinks=2, num_cascades=4))
-    fed(model, cache, tokens(2, 40))
-    for step in range(12):
+    cache = pod.PodCache(model.config, eviction=Cascade(18, sinks=2, num_cascades=4))
+    ids = torch.arange(1, 53).expand(2, -1)  # no two alike, whose vectors in the first layer would be
+    fed(model, cache, ids[:, :40])
+    for step in range(40, 52):
         before = [tensor.clone() for tensor in vectors_of(cache)]
         moved = cache.store.moved
-        fed(model, cache, tokens(2, 1, seed=step))
+        fed(model, cache, ids[:, step : step + 1])
         changed = [int((old != new).any(dim=-1).sum()) for old, new in zip(before, vectors_of(cache), strict=True)]
         segments = [part.offsets.numel() for stored in cache.store._layers for part in parts(stored)]
         # One vector per row and head of each part, wherever the token went.
@@ -334,7 +360,7 @@ def vectors_of(cache: pod.PodCache) -> list[Tensor]:
 @pytest.mark.parametrize("which", MODELS)
 def test_bytes_do_not_grow(which):
     model = build(*which)
-    budget, sinks, levels, batch = 16, 4, 4, 2
+    budget, sinks, levels, batch = 20, 4, 4, 2
     cache = pod.PodCache(model.config, eviction=Cascade(budget, sinks, levels, stride=8))
     fed(model, cache, tokens(batch, 5))
     sizes = {cache.nbytes()}
@@ -346,9 +372,9 @@ def test_bytes_do_not_grow(which):
     anchors = int(model.config.blocks.is_anchor.sum())
     others = model.config.blocks.anchors.numel() - anchors
     near = model.config.sink_size + model.config.recent_size
-    vectors = (2 * anchors + others) * (sinks + budget) + others * min(near, sinks + budget)
+    vectors = (2 * anchors + others) * budget + others * min(near, budget)
     # Positions and scores of each slot and one spare, and the rings with a spare each.
-    books = anchors * ((8 + 4) * (sinks + budget + 1) + 8 * (budget + levels))
+    books = anchors * ((8 + 4) * (budget + 1) + 8 * (budget - sinks + levels))
     assert sizes == {batch * (vectors * DIM * 4 + books)}
 
 
@@ -358,20 +384,26 @@ def test_bytes_do_not_grow(which):
 @pytest.mark.parametrize(
     "kwargs, message",
     [
-        (dict(budget=0), "budget must be at least 1 token, got 0"),
-        (dict(budget=10), "multiple of num_cascades.*10 and 4. Use 8 or 12"),
-        (dict(budget=3), "multiple of num_cascades.*3 and 4. Use 4 or 4"),
-        (dict(budget=8, sinks=-1), "sinks must be >= 0 tokens, got -1"),
-        (dict(budget=8, num_cascades=0), "num_cascades must be at least 1, got 0"),
-        (dict(budget=8, stride=0), "stride must be at least 1 query, got 0"),
-        (dict(budget=8, gamma=1.0), "gamma must be between 0 and 1, both excluded; got 1.0"),
-        (dict(budget=8, gamma=0.0), "gamma must be between 0 and 1, both excluded; got 0.0"),
-        (dict(budget=8, head_reduction="median"), "'max', 'mean'; got 'median'"),
+        (dict(budget=0), "Cascade: budget must be at least 1 token, got 0"),
+        (dict(budget=67), "hold the 64 sinks and a token of each of the 4 sub-caches; got 67. Use at least 68"),
+        (dict(budget=72, sinks=-1), "sinks must be >= 0 tokens, got -1"),
+        (dict(budget=72, num_cascades=0), "num_cascades must be at least 1, got 0"),
+        (dict(budget=72, stride=0), "stride must be at least 1 query, got 0"),
+        (dict(budget=72, gamma=1.0), "gamma must be between 0 and 1, both excluded; got 1.0"),
+        (dict(budget=72, gamma=0.0), "gamma must be between 0 and 1, both excluded; got 0.0"),
+        (dict(budget=72, head_reduction="median"), "'max', 'mean'; got 'median'"),
     ],
 )
 def test_bad_values_are_named(kwargs, message):
     with pytest.raises(ValueError, match=message):
         Cascade(**kwargs)
+
+
+def test_sinks_of_the_model_that_fill_the_budget_are_named():
+    blocks, dense = build("llama", "scores", ANCHORS, sinks=5), build("llama", "scores", DENSE, sinks=5)
+    pod.PodCache(dense.config, eviction=Cascade(8, sinks=2))
+    with pytest.raises(ValueError, match="model's sink_size of 5 tokens.*each of the 4.*got 8. Use at least 9"):
+        pod.PodCache(blocks.config, eviction=Cascade(8, sinks=2))
 
 
 def test_cropping_is_refused_by_name():

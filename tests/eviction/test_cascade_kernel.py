@@ -29,7 +29,7 @@ def test_chunks_equal_the_simulation(stream):
     heads = 2
     cascades = Cascades(sinks, levels * size, levels)
     state = CascadeState.allocate(cascades, heads, rows, True, torch.device("cpu"))
-    truth = [[SimulatedCascade(levels * size, sinks, levels) for _ in range(rows)] for _ in range(heads)]
+    truth = [[SimulatedCascade(sinks + levels * size, sinks, levels) for _ in range(rows)] for _ in range(heads)]
     generator = torch.Generator().manual_seed(seed)
     held = torch.full((heads, rows, cascades.slots), -1)  # what the slots' vectors would be
     seen = torch.zeros(rows, dtype=torch.long)

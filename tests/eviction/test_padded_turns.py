@@ -20,7 +20,7 @@ METHODS = {
     "quest": eviction.Quest(8, page_size=4, dense_layers=0),
     "streamingllm": eviction.StreamingLLM(16),
     "lminfinite": eviction.LMInfinite(16),
-    "cascade": eviction.Cascade(16, sinks=4),
+    "cascade": eviction.Cascade(20, sinks=4),
 }
 TURNS = [[(30, 21), (3, 7)], [(18, 25), (9, 2), (1, 5)]]  # tokens of each row in each turn
 
@@ -34,7 +34,8 @@ def held(cache, layer, row):
     return [sorted(p for p in head.tolist() if p >= 0) for head in cache.positions(layer)[row]]
 
 
-def assert_rows_are_alone_what_they_are_together(model, make_cache, turns, atol=1e-4):
+def assert_rows_are_alone_what_they_are_together(model, make_cache, turns, atol=1e-4, make_alone=None):
+    """`make_alone`, of a row's number, where it is alone in another cache than `make_cache` makes."""
     together, ids = make_cache(), [tokens(2, max(reals), seed=turn) for turn, reals in enumerate(turns)]
     mask = mask_of(turns)
     ends = torch.tensor([max(reals) for reals in turns]).cumsum(0).tolist()
@@ -43,7 +44,7 @@ def assert_rows_are_alone_what_they_are_together(model, make_cache, turns, atol=
     for step, new in enumerate(steps):
         logits.append(fed(model, together, new, torch.nn.functional.pad(mask, (0, step + 1), value=1)))
     for row in range(2):
-        alone = make_cache()
+        alone = make_cache() if make_alone is None else make_alone(row)
         for turn, reals in enumerate(turns):
             with alone.prefill():  # a turn of one token is a turn, and no step
                 found = fed(model, alone, ids[turn][row : row + 1, -reals[row] :])

@@ -1,5 +1,7 @@
 """Kept positions equal those of a plain-loop simulation; budgets add up; prompts and turns of every kind."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -19,6 +21,7 @@ METHODS = {
     "pyramidkv-avg": lambda budget, window: PyramidKV(budget, window=window, pooling="avg", beta=2),
     "adakv": lambda budget, window: AdaKV(budget, window=window, kernel_size=3),
     "adakv-avg": lambda budget, window: AdaKV(budget, window=window, pooling="avg", alpha=0.5),
+    "adakv-normalize": lambda budget, window: AdaKV(budget, window=window, kernel_size=3, normalize=True),
     "sagekv": lambda budget, window: SageKV(budget),
     "h2o": lambda budget, window: H2O(budget),
     "h2o-recent": lambda budget, window: H2O(budget, recent=window),
@@ -46,10 +49,16 @@ COMBINED = {  # scorer, allocator
 }
 
 
+def method_of(name: str, budget: int | float, window: int, aware: bool = True):
+    if name in COMBINED:
+        return Combined(budget, *COMBINED[name](budget, window, query_aware=aware), query_aware=aware)
+    return replace(METHODS[name](budget, window), query_aware=aware)
+
+
 def assert_same(cache: pod.PodCache, simulation: Simulation) -> None:
     for layer, anchors in enumerate(simulation.anchors):
         positions = cache.positions(layer)
-        for row in range(positions.shape[0]):
+        for row in range(positions.shape[0]) if simulation.rows is None else simulation.rows:
             for head, anchor in enumerate(anchors):
                 held = [p for p in positions[row, head].tolist() if p >= 0]
                 wanted = sorted(simulation.held.get((row, anchor, head), {}))
@@ -72,11 +81,7 @@ def test_positions_equal_the_simulation(name, anchors, data):
     turn = data.draw(st.integers(2, 7), label="turn")
     max_length = data.draw(st.sampled_from([None, 60]), label="max_length")
     aware = data.draw(st.sampled_from([True, True, False]), label="query_aware")
-    if name in COMBINED:
-        method = Combined(budget, *COMBINED[name](budget, window, query_aware=aware), query_aware=aware)
-    else:
-        method = METHODS[name](budget, window)
-        method = type(method)(**{**method.__dict__, "query_aware": aware})
+    method = method_of(name, budget, window, aware)
     model = build(anchors=anchors, sinks=3, recent=5)
     cache = pod.PodCache(model.config, max_length=max_length, eviction=method)
     simulation = Simulation(cache, method, model.config)
@@ -106,6 +111,53 @@ def test_positions_equal_the_simulation(name, anchors, data):
     except Ambiguous:
         assume(False)
     assert cache.nbytes() == sum(storage.untyped_storage().nbytes() for storage in cache.storages())
+
+
+@pytest.mark.parametrize("anchors", [SMALL, ((0, 0), (1, 1))], ids=["blocks", "dense"])
+@pytest.mark.parametrize("name", [*METHODS, *COMBINED])
+@settings(max_examples=4, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_a_share_is_of_each_rows_first_prefill(name, anchors, data):
+    """Against a simulation for each row, with as many tokens as its own prompt makes, in later turns too."""
+    share = data.draw(st.sampled_from([0.3, 0.5, 0.77]), label="share")
+    window = data.draw(st.integers(1, 4), label="window")
+    lengths = data.draw(st.sampled_from([(25,), (30, 12, 19, 2), (22, 22), (17, 17, 29)]), label="lengths")
+    chunks = data.draw(st.sampled_from([(), (5, 1, 6)]), label="chunks")
+    aware = data.draw(st.sampled_from([True, True, False]), label="query_aware")
+    model = build(anchors=anchors, sinks=3, recent=5)
+    cache = pod.PodCache(model.config, eviction=method_of(name, share, window, aware))
+    simulations = []
+    for row, length in enumerate(lengths):
+        method = method_with_at_least(int(share * length), name, window, aware, model.config)
+        simulations.append(Simulation(cache, method, model.config, rows=[row]))
+    ids, mask = left_padded(lengths)
+    mask = None if len(set(lengths)) == 1 else mask
+    try:
+        with cache.prefill() if chunks else torch.no_grad():
+            fed(model, cache, ids, mask, (*chunks, ids.shape[1] - sum(chunks)) if chunks else ())
+        for turn in (1, 1, 1, 11, 1, 1):
+            for simulation in simulations:
+                if cache.get_seq_length() == ids.shape[1]:
+                    simulation.prefill()
+                    assert_same(cache, simulation)
+            mask = mask_for(mask, turn)
+            fed(model, cache, tokens(len(lengths), turn, seed=turn), mask)
+            for simulation in simulations:
+                (simulation.step if turn == 1 else simulation.prefill)(evict=aware)
+                assert_same(cache, simulation)
+    except Ambiguous:
+        assume(False)
+
+
+def method_with_at_least(tokens: int, name: str, window: int, aware: bool, config):
+    """Of the budgets from so many tokens on the first that the method and the model take."""
+    for budget in range(max(1, tokens), 100):
+        try:
+            method = method_of(name, budget, window, aware)
+            pod.PodCache(config, eviction=method)
+        except ValueError:
+            continue
+        return method
 
 
 @pytest.mark.parametrize("anchors", [DENSE, ANCHORS], ids=["dense", "blocks"])
@@ -141,7 +193,8 @@ def test_pyramid_is_exact_and_falls(budget, window, beta, layers):
     counts = {}
     for seen in (budget, 2 * mean - 1, 2 * mean, 3 * budget, 10**6):
         stages = [Stage(layer, (0,), [[seen]], None, None, None) for layer in range(layers)]
-        counts[seen] = [line[0][0] - window for line in method.allocate(Sharing(blocks, always, [seen], stages))]
+        sharing = Sharing(blocks, always, [seen], [seen <= method.threshold], stages)
+        counts[seen] = [line[0][0] - window for line in method.allocate(sharing)]
         assert sum(counts[seen]) == mean * layers and min(counts[seen]) >= 0
         assert counts[seen] == sorted(counts[seen], reverse=True) and counts[seen][0] <= max(mean, seen - window)
     least, most = mean // beta, 2 * mean - mean // beta

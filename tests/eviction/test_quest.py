@@ -25,15 +25,18 @@ MODELS = [
 def run_both(config, method, chunks, seed=0, crop=0):
     """Feed random q, k, v to a cache and to one simulation per row, and compare every forward.
 
-    chunks: lists of the real tokens of each row, right-aligned in the chunk.
+    chunks: lists of the real tokens of each row, right-aligned in the chunk; of the first a share makes the budget.
     crop: tokens that are taken back after every chunk of several.
     """
     generator = torch.Generator().manual_seed(seed)
     layers, rows, anchors = config.num_hidden_layers, len(chunks[0]), config.blocks.anchors.tolist()
     cache = pod.PodCache(config, eviction=method)
     sizes = config.sink_size, config.recent_size, config.share
-    parts = method.budget, method.page_size, method.dense_layers
-    truths = [SimulatedQuest(anchors, GROUPS, *sizes, *parts) for _ in range(rows)]
+    budgets = [method.budget] * rows
+    if method.budget < 1:
+        budgets = [max(int(method.budget * tokens), method.page_size) for tokens in chunks[0]]
+    parts = method.page_size, method.dense_layers
+    truths = [SimulatedQuest(anchors, GROUPS, *sizes, budget, *parts) for budget in budgets]
     choices = 0
     for number, new in enumerate(chunks):
         columns = max(new)
@@ -99,10 +102,11 @@ def test_forwards_equal_the_simulation(run, crop):
 
 @pytest.mark.parametrize("share", ["scores", "keys"])
 @pytest.mark.parametrize("anchors", [((0, 0), (1, 1)), ((0, 0), (0, 1), (2, 1))], ids=["dense", "blocks"])
-def test_decoding_equals_the_simulation_step_by_step(anchors, share):
-    # Odd lengths and left padding: pages count from each row's first real token.
+@pytest.mark.parametrize("budget", [8, 0.5])
+def test_decoding_equals_the_simulation_step_by_step(budget, anchors, share):
+    # Odd lengths and left padding: pages count from each row's first real token, and so does a share.
     chunks = [[13, 22, 5]] + [[1, 1, 1]] * 12
-    cache, choices = run_both(config_of(anchors, share, 2, 6), Quest(8, 4, 0), chunks)
+    cache, choices = run_both(config_of(anchors, share, 2, 6), Quest(budget, 4, 0), chunks)
     assert choices > 20
     assert cache.nbytes() == sum(storage.untyped_storage().nbytes() for storage in cache.storages())
 

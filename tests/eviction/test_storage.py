@@ -418,15 +418,16 @@ def test_bad_methods_are_refused():
         with pytest.raises(ValueError, match="budget|window"):
             SnapKV(**wrong)
     for method, wrong, message in [
-        (Cascade, {"budget": "64"}, "Cascade: budget must be int, got '64'"),
-        (Cascade, {"budget": 64.0}, "Cascade: budget must be int, got 64.0"),
-        (Cascade, {"budget": 64, "gamma": "x"}, "Cascade: gamma must be float, got 'x'"),
-        (Cascade, {"budget": 64, "head_reduction": 3}, "Cascade: head_reduction must be str, got 3"),
-        (StreamingLLM, {"budget": 16.5}, "StreamingLLM: budget must be int, got 16.5"),
+        (Cascade, {"budget": "64"}, "Cascade: budget must be int or float, got '64'"),
+        (Cascade, {"budget": 80.0}, "Cascade: budget must be a whole number of tokens, or a share.*got 80.0"),
+        (Cascade, {"budget": 80, "gamma": "x"}, "Cascade: gamma must be float, got 'x'"),
+        (Cascade, {"budget": 80, "head_reduction": 3}, "Cascade: head_reduction must be str, got 3"),
+        (StreamingLLM, {"budget": 16.5}, "StreamingLLM: budget must be a whole number of tokens, or a share.*got 16.5"),
         (StreamingLLM, {"budget": 16, "sinks": None}, "StreamingLLM: sinks must be int, got None"),
-        (StreamingLLM, {"budget": 16, "stride": True}, "StreamingLLM: stride must be int, got True"),
+        (StreamingLLM, {"budget": 16, "stride": True}, "StreamingLLM: stride must be int or None, got True"),
         (LMInfinite, {"budget": 16, "sinks": "4"}, "LMInfinite: sinks must be int, got '4'"),
-        (Quest, {"budget": "64"}, "Quest: budget must be int, got '64'"),
+        (LMInfinite, {"budget": 16, "stride": None}, "LMInfinite: stride must be int, got None"),
+        (Quest, {"budget": "64"}, "Quest: budget must be int or float, got '64'"),
         (Quest, {"budget": 64, "page_size": 2.0}, "Quest: page_size must be int, got 2.0"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -460,7 +461,8 @@ def test_parse():
     for text, message in (
         ("snapkw:budget=4", "unknown eviction method 'snapkw'; did you mean 'snapkv'"),
         ("snapkv:budget=64,widow=4", "no parameter 'widow'; did you mean 'window'"),
-        ("snapkv:budget=many", "budget must be int, got 'many'"),
+        ("snapkv:budget=many", "budget must be int or float, got 'many'"),
+        ("snapkv:budget=1.5", "budget must be a whole number of tokens, or a share of the prompt.*got 1.5"),
         ("snapkv", "budget is missing, e.g. snapkv:budget=256"),
         ("snapkv:256", "not of the form parameter=value"),
         ("snapkv:budget=64,budget=65", "given twice"),

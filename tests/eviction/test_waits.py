@@ -24,8 +24,8 @@ METHODS = [
     StreamingLLM(12),
     StreamingLLM(12, positions="absolute"),
     LMInfinite(12),
-    Cascade(12, sinks=2, num_cascades=3),
-    Cascade(64, sinks=2),
+    Cascade(14, sinks=2, num_cascades=3),
+    Cascade(66, sinks=2),
 ]
 READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::masked_select", "aten::equal")
 MAKERS = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor, torch.from_numpy)

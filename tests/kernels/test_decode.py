@@ -504,7 +504,7 @@ def test_generate(options, monkeypatch):
         {"eviction": AdaKV(budget=9, window=4), "max_length": 30},
         {"eviction": TOVA(budget=9)},
         {"eviction": CAKE(budget=9, window=4)},
-        {"eviction": Cascade(budget=6, sinks=2, num_cascades=2, gamma=0.5)},
+        {"eviction": Cascade(budget=8, sinks=2, num_cascades=2, gamma=0.5)},
         {"eviction": StreamingLLM(budget=8, sinks=2, positions="absolute")},
     ],
     ids=["none", "snapkv", "adakv", "tova", "cake", "cascade", "absolute"],
