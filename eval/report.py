@@ -13,7 +13,6 @@ import argparse
 import csv
 import io
 import sys
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -118,15 +117,15 @@ def _method(text: str, settings: dict, path: Path) -> Any:
     Raises:
         ValueError: they were not noted.
     """
-    method = methods.parse(text)
     if settings.get("parameters") is None:
         raise ValueError(
             f"{path} notes no parameters of {text}, as by earlier versions, and defaults may have changed: run "
             "eval/longbench.py again into another --out"
         )
-    given = _field(settings, path, "parameters", dict, None)
-    plain = [one.name for one in fields(method) if not isinstance(getattr(method, one.name), methods.Eviction)]
-    return replace(method, **{name: given[name] for name in plain if name in given})
+    try:
+        return methods.of_hyper_parameters(_field(settings, path, "parameters", dict, None))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: the parameters of {text} are none of this library's: {error}") from error
 
 
 def _window(model: dict, kind: str, method: Any) -> str:

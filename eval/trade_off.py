@@ -175,7 +175,7 @@ def run(options: argparse.Namespace) -> list[dict]:
     made_with = {}
     for ckpt, _, _, variant in wanted:
         key = (ckpt, variant.name)
-        made_with[key] = {"weights": hashes[ckpt], "parameters": models.parameters(variant.method)}
+        made_with[key] = {"weights": hashes[ckpt], "parameters": variant.parameters}
         if key in done:
             runner.refuse_others(f"{path} holds {', '.join(key)}", done[key], made_with[key], "file")
     rows = []

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -95,28 +95,21 @@ class Variant:
         """Where results of this method go: `out` itself without one, else a folder in it."""
         return out if self.method is None else out / self.name.replace(":", "-")
 
+    @property
+    def parameters(self) -> dict[str, Any] | None:
+        """Every hyper-parameter of the method, defaults too: where one changes later, results are of another method."""
+        return None if self.method is None else eviction.hyper_parameters(self.method)
+
     def settings(self) -> dict[str, Any]:
         """What results depend on, and what `eval/report.py` says of them: `model` (see `facts`), and of a method
         `eviction`, its text, and its `parameters`."""
-        method = {"eviction": self.name, "parameters": parameters(self.method)}
+        method = {"eviction": self.name, "parameters": self.parameters}
         return {"model": facts(self.model)} | ({} if self.method is None else method)
 
 
-def parameters(method: eviction.Eviction | eviction.StoragePolicy | None) -> dict[str, Any] | None:
-    """The class and every hyper-parameter of a method, as JSON; None without one.
-
-    Those that are as by default too: where a default is another one later, results are of another method.
-    """
-    if method is None:
-        return None
-    values = {one.name: getattr(method, one.name) for one in fields(method)}
-    values = {name: parameters(value) if is_dataclass(value) else value for name, value in values.items()}
-    return {"method": type(method).__name__} | values
-
-
 def parameters_of(methods: list[eviction.Eviction | eviction.StoragePolicy] | None) -> dict[str, dict[str, Any]]:
-    """Text -> `parameters` of each method, for results that are kept by the text."""
-    return {eviction.unparse(method): parameters(method) for method in methods or []}
+    """Text -> every hyper-parameter of each method, for results that are kept by the text."""
+    return {eviction.unparse(method): eviction.hyper_parameters(method) for method in methods or []}
 
 
 def label_of(ckpt: str, method: str) -> str:

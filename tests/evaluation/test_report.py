@@ -23,7 +23,8 @@ def write_run(folder, level, model=None, saving=None, eviction=None, samples=3, 
     scores = {name: level + index for index, name in enumerate(longbench.GROUPS["pod"])}
     result = {"scores": scores, "averages": longbench.averages(scores), "samples": dict.fromkeys(scores, samples)}
     (folder / "scores.json").write_text(json.dumps(result))
-    parameters = models.parameters(None if eviction is None else pod.eviction.parse(eviction))
+    method = None if eviction is None else pod.eviction.parse(eviction)
+    parameters = None if method is None else pod.eviction.hyper_parameters(method)
     known = {"ckpt": "an/id", "max_length": 31500, "model": model, "eviction": eviction, "parameters": parameters}
     settings = known | settings
     (folder / "settings.json").write_text(json.dumps(settings))
@@ -131,7 +132,7 @@ def test_windows_have_the_sinks_that_are_kept_apart(tmp_path, eviction, dense, s
 
 def test_a_method_is_what_it_was_when_it_ran(tmp_path, capsys):
     """Not what its text would mean by the defaults of today."""
-    parameters = models.parameters(pod.eviction.Cascade(4096)) | {"sinks": 32}
+    parameters = pod.eviction.hyper_parameters(pod.eviction.Cascade(4096)) | {"sinks": 32}
     run = write_run(tmp_path / "run", 1, eviction="cascade:budget=4096", parameters=parameters)
     assert report.read_run(Path(run))["window"] == "32+4K"
     old = write_run(tmp_path / "old", 1, eviction="cascade:budget=4096", parameters=None)
