@@ -132,14 +132,14 @@ def test_windows_have_the_sinks_that_are_kept_apart(tmp_path, eviction, dense, s
 
 def test_a_method_is_what_it_was_when_it_ran(tmp_path, capsys):
     """Not what its text would mean by the defaults of today."""
-    parameters = pod.eviction.hyper_parameters(pod.eviction.Cascade(4096)) | {"sinks": 32}
-    run = write_run(tmp_path / "run", 1, eviction="cascade:budget=4096", parameters=parameters)
+    parameters = pod.eviction.hyper_parameters(pod.eviction.Cascade(4128)) | {"sinks": 32}
+    run = write_run(tmp_path / "run", 1, eviction="cascade:budget=4128", parameters=parameters)
     assert report.read_run(Path(run))["window"] == "32+4K"
-    old = write_run(tmp_path / "old", 1, eviction="cascade:budget=4096", parameters=None)
+    old = write_run(tmp_path / "old", 1, eviction="cascade:budget=4128", parameters=None)
     assert report.main([old, "--out", str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
     assert (
-        f"{old}/settings.json notes no parameters of cascade:budget=4096" in said
+        f"{old}/settings.json notes no parameters of cascade:budget=4128" in said
         and "run eval/longbench.py again" in said
     )
 
