@@ -117,6 +117,7 @@ def _method(text: str, settings: dict, path: Path) -> Any:
     Raises:
         ValueError: they were not noted.
     """
+    methods.parse(text)
     if settings.get("parameters") is None:
         raise ValueError(
             f"{path} notes no parameters of {text}, as by earlier versions, and defaults may have changed: run "
