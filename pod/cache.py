@@ -4,10 +4,13 @@ Which storage depends on the eviction method: `pod.cache_storage` keeps every to
 scores, `pod.eviction.storage` is for methods that organise storage themselves.
 """
 
+import copy
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import wraps
+from numbers import Real
 from typing import Any
 
 import torch
@@ -19,6 +22,7 @@ from pod.blocks import LayerBlocks
 from pod.cache_file import read_cache, write_cache
 from pod.cache_rows import Rows, Step
 from pod.cache_storage import KeepingStorage
+from pod.config import whole_number
 from pod.eviction import hyper_parameters, of_hyper_parameters
 from pod.eviction.base import Eviction
 from pod.eviction.manager import EvictingStorage
@@ -29,13 +33,27 @@ from pod.eviction.streaming import WindowAttention
 from pod_kernels import Quantization, SkipStats
 
 
+def _outlives_inference(method: Callable) -> Callable:
+    """Under `torch.inference_mode` too, what the method makes are usual tensors: others could not be written later."""
+
+    @wraps(method)
+    def wrapped(*args, **kwargs):
+        if not torch.is_inference_mode_enabled():
+            return method(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return method(*args, **kwargs)
+
+    return wrapped
+
+
 class PodCache(Cache):
     """Key/value cache of a PoD model, the default of its `generate`.
 
     Args:
         config: the PoD model's config; says layers, heads, blocks, sink and recent sizes.
-        max_length: tokens that each row will reach. Storage is then allocated once; without it, storage grows by an
-            eighth when full. `generate` sets it. Methods that organise storage need none: theirs has a fixed size.
+        max_length: tokens that each row will reach. Storage is then allocated once; without it, storage that is full
+            grows by 8 tokens and a 32nd, or by an eighth if that is less, and `generate` says how long the text will
+            get (`expect`). Methods that organise storage need none: theirs has a fixed size.
         eviction: a method of `pod.eviction`, such as `SnapKV(budget=4096)`; None keeps every token. What is stored then
             is described in `pod.eviction.manager` and `pod.eviction.storage`; with Quest it is everything, and pages. A
             budget that is a share, `SnapKV(budget=0.25)`, comes to tokens in the first prefill, of each row's own.
@@ -45,7 +63,8 @@ class PodCache(Cache):
         quantization: stores values and distant keys in 8 or 4 bits, but for the last tokens, as
             `pod.Quantization(bits=4)` says; own keys of proximal tokens stay as they are. A forward of several tokens
             into an empty cache attends in full precision; every other one makes one layer at a time full and reads
-            that. None stores all as it comes.
+            that. Where few tokens are kept, so that they would take more bytes, they are stored as they come. None
+            stores all as it comes.
 
     Attributes:
         stats: what tau decided and left unread since the cache was empty, a `pod_kernels.SkipStats`.
@@ -72,13 +91,11 @@ class PodCache(Cache):
                 f"PodCache needs the config of a PoD model, got {type(config).__name__}. Convert the model first: "
                 "pod.convert(model, pod.LayerBlocks.dense(num_layers, num_kv_heads)) keeps it dense."
             )
-        if max_length is not None and max_length < 1:
-            raise ValueError(f"max_length must be at least 1 token, got {max_length}")
-        if crop_slack < 0:
-            raise ValueError(f"crop_slack must be >= 0 tokens, got {crop_slack}")
+        max_length = None if max_length is None else whole_number("max_length", max_length, "at least 1 token", 1)
+        crop_slack = whole_number("crop_slack", crop_slack, ">= 0 tokens", 0)
         self.tau = config.tau if tau is None else tau
-        if self.tau is not None and not 0 <= self.tau <= 1:
-            raise ValueError(f"tau must be between 0 and 1, or None; got {self.tau}")
+        if self.tau is not None and not (isinstance(self.tau, Real) and 0 <= self.tau <= 1):
+            raise ValueError(f"tau must be between 0 and 1, or None; got {self.tau!r}")
         if self.tau is not None and eviction is not None:
             raise ValueError(
                 f"tau={self.tau} cannot be combined with eviction: a method chooses what is read. Leave one of them out"
@@ -103,6 +120,7 @@ class PodCache(Cache):
         if quantization is not None:
             _check_quantization(quantization, self.tau, eviction, crop_slack)
         self.config = config
+        self._made_by = copy.deepcopy(config.fixed())
         self.max_length = max_length
         self.may_grow = max_length is None
         self.eviction = eviction
@@ -114,6 +132,10 @@ class PodCache(Cache):
         self._step: Step | None = None
         self._in_prefill = False
         self._new_columns = self._left_out = 0  # what the next `finish` counts, with a store
+        self._pieces = 0  # of the forward that is open, those that are not finished
+        self._padding: tuple[int, Tensor] | None = None  # its first column, and with how many of padding it begins
+        self._is_counted = True  # False while a forward is counted, and between its pieces
+        self._dtype: torch.dtype | None = None  # of what the model computes
         num_anchors = self.blocks.is_anchor.sum(dim=1).tolist()
         # Storage order of the heads: a layer's anchors first, so that each kind is one piece of memory.
         orders = [tuple(torch.argsort((~own).to(torch.int8), stable=True).tolist()) for own in self.blocks.is_anchor]
@@ -184,6 +206,11 @@ class PodCache(Cache):
         )
 
     @property
+    def has_padding(self) -> bool:
+        """Whether a row has padding among the tokens seen; the host waits for the device."""
+        return self._rows.end_of_padding() > 0
+
+    @property
     def stats(self) -> SkipStats:
         return SkipStats() if self._keeping is None else self._keeping.stats.collect()
 
@@ -206,10 +233,10 @@ class PodCache(Cache):
         if self.config.share == "kv":
             return batch * self.config.head_dim * itemsize * 2 * anchors * length
         vectors = total * length + anchors * length + (total - anchors) * near
-        if self.quantization is not None:
-            spec, dim = self.quantization, self.config.head_dim
-            stored = total * spec.nbytes(spec.rounded(length), dim, itemsize, is_key=False)
-            stored += anchors * spec.nbytes(spec.rounded(length), dim, itemsize, is_key=True)
+        spec, dim = self.quantization, self.config.head_dim
+        if spec is not None and spec.pays([length], dim, itemsize):
+            stored = total * spec.nbytes(length, dim, itemsize, is_key=False)
+            stored += anchors * spec.nbytes(length, dim, itemsize, is_key=True)
             return batch * (stored + (total - anchors) * near * dim * itemsize)
         if isinstance(self.eviction, Quest):
             vectors += 2 * anchors * self.eviction.pages(length)
@@ -244,14 +271,19 @@ class PodCache(Cache):
             self._evicting.open_prefill()
         try:
             yield
-            if self._rows.lengths is not None:
-                self._take_share(self._rows.lengths.tolist)
-            if self._evicting is not None:
-                self._evicting.close_prefill(self._rows.lengths)
+            self._close_prefill()
         finally:
             self._in_prefill = False
             if self._evicting is not None:
                 self._evicting.abandon_prefill()
+
+    @_outlives_inference
+    def _close_prefill(self) -> None:
+        if self._rows.lengths is not None:
+            self._take_share(self._rows.lengths.tolist)
+        if self._evicting is not None:
+            self._take_back()
+            self._evicting.close_prefill(self._rows.lengths)
 
     @property
     def rotates(self) -> bool:
@@ -281,34 +313,55 @@ class PodCache(Cache):
         batch, count = inputs.shape[:2]
         self._take_share(lambda: [count] * batch if mask is None else real_tokens(mask).tolist())
 
-    def strides(self, inputs: Tensor, mask: Tensor | None) -> list[tuple[Tensor, Tensor | None]]:
-        """Cut a forward into what can be processed at once.
+    @_outlives_inference
+    def open(self, inputs: Tensor, mask: Tensor | None) -> list[tuple[Tensor | None, Tensor | None]]:
+        """Check a forward's tokens, and cut it into what can be processed at once: the first thing that the model asks.
 
         Args:
-            inputs: [B, T, hidden] embeddings; gives rows, tokens and device.
-            mask: [B, T] bool, False for padding tokens; None when all are real.
+            inputs: [B, T, hidden] embeddings.
+            mask: [B, T] or [B, tokens so far and T] bool, False for padding tokens; None when all are real.
 
         Returns:
-            [] when it is one piece, else for each piece its columns [B or 1, n] int64 and which of them are real
-            [B, n] bool, None when all are.
+            For each piece its columns [B or 1, n] int64, None where there is one of all columns, and which of them are
+            real [B, n] bool, None when all are.
+
+        Raises:
+            ValueError: another number of rows, another dtype, a mask that is not that of the tokens held, or a forward
+                before this one broke off and what it left cannot be taken back.
         """
-        self._left_out, count = 0, inputs.shape[1]
-        if self.store is None:
-            return []
-        if self._rows.columns == 0:
-            self._rows.budgets = None
+        self._take_back()
+        rows, (batch, count), kind = self._rows, inputs.shape[:2], inputs.device.type
+        is_autocast = kind != "meta" and torch.is_autocast_enabled(kind)
+        dtype = torch.get_autocast_dtype(kind) if is_autocast else inputs.dtype
+        if rows.columns == 0:
+            self._dtype = dtype
+        elif self.batch_size != batch:
+            raise ValueError(
+                f"the cache holds {self.batch_size} rows but the input has {batch}: cache.batch_repeat_interleave(n) "
+                "makes n of each, cache.batch_select_indices(rows) keeps some"
+            )
+        elif dtype != self._dtype:
+            raise ValueError(
+                f"the cache holds {self._dtype} and the model computes in {dtype}: go on in {self._dtype}, or fill a "
+                "cache with the model as it is"
+            )
+        mask = None if mask is None else rows.new_part(mask, count)
+        self._left_out, pieces = 0, [(None, mask)]
+        if rows.columns == 0:
+            rows.budgets = None
+        if self.store is not None:
             self._take_share_at_once(inputs, mask)
-        if count == 1:
-            return []
-        method, budgets = self.eviction, self._rows.budgets
-        at_once = [one.at_once for one in ([method] if budgets is None else map(method.with_budget, budgets))]
-        if count <= min(at_once):
-            return []
-        pieces = strides(mask, count, at_once, inputs.device)
-        # Columns that are padding in every row are in no piece, but they count.
-        self._left_out = count - sum(columns.shape[1] for columns, _ in pieces)
+            methods = [self.eviction] if rows.budgets is None else map(self.eviction.with_budget, rows.budgets)
+            at_once = [method.at_once for method in methods]
+            if 1 < count > min(at_once):
+                pieces = strides(mask, count, at_once, inputs.device)
+                # Columns that are padding in every row are in no piece, but they count.
+                self._left_out = count - sum(columns.shape[1] for columns, _ in pieces)
+        self._pieces = len(pieces)
+        self._padding = None if mask is None else (rows.columns, count - mask.sum(dim=1))
         return pieces
 
+    @_outlives_inference
     def begin(self, config: PreTrainedConfig, inputs: Tensor, mask: Tensor | None, rotary: Rotary) -> None:
         """Make room for the tokens of one forward; the model calls this before its layers.
 
@@ -322,24 +375,26 @@ class PodCache(Cache):
             ValueError: another model's cache, another number of rows, padding after a row's first token, more tokens
                 than `max_length`.
         """
-        theirs, ours = _shape_of(config), _shape_of(self.config)
-        if config is not self.config and (theirs != ours or config.blocks != self.blocks):
-            raise ValueError(
-                f"this cache was made for another model: it has {ours} and {self.blocks}, the model has {theirs} and "
-                f"{config.blocks}. Make one with pod.PodCache(model.config)."
-            )
-        self._check_whole()
+        self.config.check_unchanged(self._made_by, "the cache")
+        if config is not self.config and config.fixed() != self._made_by:
+            theirs, ours = _shape_of(config), _shape_of(self.config)
+            if theirs != ours or config.blocks != self.blocks:
+                raise ValueError(
+                    f"this cache was made for another model: it has {ours} and {self.blocks}, the model has {theirs} "
+                    f"and {config.blocks}. Make one with pod.PodCache(model.config)."
+                )
+        rows, (batch, count) = self._rows, inputs.shape[:2]
+        if rows.columns == 0:
+            self._clear()  # whatever a first forward that broke off has left
         if self.store is not None:
             self._take_share_at_once(inputs, mask)
             self.store.begin(inputs, mask, rotary)
-            self._new_columns = inputs.shape[1]
+            self._new_columns = count
             return
-        rows, (batch, count) = self._rows, inputs.shape[:2]
-        if rows.lengths is None or (rows.columns == 0 and len(rows.lengths) != batch):
-            self.reset()
+        if rows.columns == 0:
             rows.lengths = torch.zeros(batch, dtype=torch.long, device=inputs.device)
-        if len(rows.lengths) != batch:
-            raise ValueError(f"the cache holds {len(rows.lengths)} rows but the input has {batch}")
+        if mask is not None and bool(mask.all()):
+            mask = self._padding = None
         step = rows.step(count, mask, self._in_prefill)
         if step.length > (self.max_length or step.length) and not self.may_grow:
             raise ValueError(
@@ -353,21 +408,47 @@ class PodCache(Cache):
         self._step = step
         self._storage.begin(step)
 
-    def _check_whole(self) -> None:
-        if self.quantization is not None and self._step is not None:
-            raise ValueError(
-                "the last forward broke off, and some layers have quantised its tokens: call cache.reset()"
-            )
+    def _take_back(self) -> None:
+        """Forget what a forward that broke off has left in some layers.
 
+        Raises:
+            ValueError: tokens that were there before have made room for it.
+        """
+        rows, step = self._rows, self._step
+        if self._is_counted and step is None:
+            return
+        if self._is_counted and rows.columns == 0:
+            self._clear()
+            return
+        if self._is_counted:
+            most = max(rows.most_columns, rows.columns + step.positions.shape[1])
+            # Rings keep the keys that are recent to `crop_slack` tokens before the newest, and to that one.
+            has_rings = self.config.share != "kv" and not self.blocks.is_dense
+            if (not has_rings or most - rows.columns <= self.crop_slack + 1) and self._storage.take_back(step):
+                rows.most_columns, self._step = most, None
+                return
+        raise ValueError(
+            "the last forward broke off, and tokens that the cache held have made room for its own in some layers: "
+            "call cache.reset() and feed the whole text again"
+        )
+
+    @_outlives_inference
     def finish(self) -> None:
         """Count the tokens of the forward as stored; the model calls this after its last layer."""
+        self._is_counted = False
         self._storage.finish()
         if self.store is not None:
             self._rows.columns += self._new_columns + self._left_out
             self._left_out = 0
-            return
-        self._rows.add(self._step)
-        self._step = None
+        else:
+            self._rows.add(self._step)
+            self._step = None
+        self._pieces -= 1
+        if self._pieces < 1:
+            if self._padding is not None:
+                self._rows.add_padding(*self._padding)
+                self._padding = None
+            self._is_counted = True
 
     def place_of_a_step(self) -> tuple | None:
         """Where all lies that a step of decoding reads and writes; None where a CUDA graph cannot repeat one.
@@ -403,6 +484,7 @@ class PodCache(Cache):
         if self._evicting is not None:
             self._evicting.advance()
 
+    @_outlives_inference
     def attend(
         self,
         layer: int,
@@ -434,6 +516,7 @@ class PodCache(Cache):
         is_whole = self._step is not None and self._step.is_first  # a store may have seen strides before this one
         return out if is_whole or not (q.requires_grad or v.requires_grad) else _CacheBoundary.apply(out, q, v)
 
+    @_outlives_inference
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store one layer's keys and values [B, H_kv, T, D] without attention, in a cache that keeps every token."""
         self._keeping.write(layer, k, v)
@@ -442,9 +525,30 @@ class PodCache(Cache):
 
     def reset(self) -> None:
         """Forget all tokens and free the storage."""
+        self._clear()
+        if self.may_grow:
+            self._expect(None)
+
+    def _clear(self) -> None:
         self._rows.reset()
-        self._step = None
+        self._step, self._is_counted = None, True
         self._storage.reset()
+
+    def expect(self, length: int) -> None:
+        """Rows will reach `length` tokens: storage that may grow then grows to that, once."""
+        if self.may_grow and length > (self.max_length or 0):
+            self._expect(length)
+
+    def _expect(self, length: int | None) -> None:
+        self.max_length = length
+        if self.store is None:
+            self._storage.expect(length)
+
+    @_outlives_inference
+    def __deepcopy__(self, memo: dict) -> "PodCache":
+        made = memo[id(self)] = type(self).__new__(type(self))
+        vars(made).update(copy.deepcopy(vars(self), memo))
+        return made
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Put row `beam_idx[b]` in the place of row b (beam search)."""
@@ -456,20 +560,24 @@ class PodCache(Cache):
             return
         self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
 
+    @_outlives_inference
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows `indices` [n], in that order."""
         if self.batch_size < 0:
             return
+        self._take_back()
         rows = indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
         if self._rows.budgets is not None:
             self._rows.budgets = [self._rows.budgets[row] for row in rows.tolist()]
+        held = list(self._rows.tensors().values())
+        there = rows.to(held[0].device) if held else rows
+        self._rows.select(there)
         if self.store is not None:
             self.store.select(rows)
-            return
-        rows = rows.to(self._rows.lengths.device)
-        self._rows.lengths = self._rows.lengths[rows]
-        self._storage.select_rows(rows)
+        else:
+            self._storage.select_rows(there)
 
+    @_outlives_inference
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last tokens of every row (rejected drafts).
 
@@ -478,9 +586,10 @@ class PodCache(Cache):
                 not written again, at most `crop_slack`.
 
         Raises:
-            ValueError: positive, more than `crop_slack`, or more than a row holds.
+            ValueError: positive, more than `crop_slack`, more than a row holds, or up to where a row has padding.
         """
-        removed = -tokens_to_remove
+        removed = -whole_number("tokens_to_remove", tokens_to_remove, "a negative number of tokens")
+        self._take_back()
         if self.store is not None and removed:
             raise ValueError(
                 f"{type(self.eviction).__name__} cannot take tokens back: what they pushed out is gone. Decode without "
@@ -500,6 +609,11 @@ class PodCache(Cache):
             )
         if self._evicting is not None:
             self._evicting.check_crop(removed)
+        if self._rows.columns - removed < self._rows.end_of_padding():
+            raise ValueError(
+                f"cannot take back {removed} tokens: some of them are padding of a turn whose rows had different "
+                "lengths. Take a copy (copy.deepcopy) before such a turn, and go on with that"
+            )
         self._rows.crop(removed)
         self._storage.crop(self._rows.lengths, removed)
 
@@ -522,7 +636,7 @@ class PodCache(Cache):
         """
         if self.batch_size < 0 or self._in_prefill:
             raise ValueError("a cache is saved when it holds tokens, and outside cache.prefill()")
-        self._check_whole()
+        self._take_back()
         is_window, rows = self.config.share == "window", self._rows
         facts = {
             "max_length": self.max_length,
@@ -534,13 +648,13 @@ class PodCache(Cache):
             "stats": asdict(self.stats),
             **rows.host_counts(),
         }
-        tensors = {} if rows.lengths is None else {"lengths": rows.lengths}
         more, storage = self._storage.state()
-        tensors |= more
+        tensors = rows.tensors() | more
         facts |= {"storage": storage} if self._keeping is None else storage
         write_cache(path, tensors, facts, self.config)
 
     @classmethod
+    @_outlives_inference
     def load(
         cls, path: str | os.PathLike[str], config: PreTrainedConfig, device: str | torch.device = "cpu"
     ) -> "PodCache":
@@ -569,12 +683,12 @@ class PodCache(Cache):
 
     def _restore(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
         self.may_grow = facts["may_grow"]
-        vars(self._rows).update(
-            {name: facts[name] for name in self._rows.host_counts()}, lengths=tensors.get("lengths")
-        )
+        held = {name: facts[name] for name in self._rows.host_counts()}
+        vars(self._rows).update(held, lengths=tensors.get("lengths"), padding=tensors.get("padding"))
         if self._keeping is not None:
             self._keeping.stats = SkipStats(**facts["stats"])
         self._storage.restore(tensors, facts["storage"] if self._keeping is None else facts)
+        self._dtype = next((tensor.dtype for tensor in self.storages() if tensor.is_floating_point()), None)
 
 
 class _CacheBoundary(torch.autograd.Function):

@@ -6,6 +6,7 @@ from each row's first real token.
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -96,6 +97,8 @@ class Rows:
         most_columns: the most there ever were: cropping does not bring back what they pushed out of a ring.
         even: every row has the same tokens, none of them padding.
         budgets: [B] tokens that a method's share of the first prefill came to; None before, and without a share.
+        starts: the columns at which forwards with padding began.
+        padding: [F, B] int64, with how many columns of it each of them began; None where there was none.
     """
 
     lengths: Tensor | None = None
@@ -104,21 +107,59 @@ class Rows:
     most_columns: int = 0
     even: bool = True
     budgets: list[int] | None = None
+    starts: list[int] = field(default_factory=list)
+    padding: Tensor | None = None
 
     def reset(self) -> None:
         """Forget all rows."""
         self.__init__()
 
-    def host_counts(self) -> dict[str, int | bool | list[int] | None]:
-        """All but the lengths, which may lie on another device."""
-        return {name: value for name, value in vars(self).items() if name != "lengths"}
+    def host_counts(self) -> dict[str, Any]:
+        """All but the tensors, which may lie on another device."""
+        return {name: value for name, value in vars(self).items() if name not in ("lengths", "padding")}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors, by name."""
+        both = {"lengths": self.lengths, "padding": self.padding}
+        return {name: tensor for name, tensor in both.items() if tensor is not None}
+
+    def new_part(self, mask: Tensor, count: int) -> Tensor | None:
+        """What of a mask is of the new tokens; the rest agrees with what the cache holds.
+
+        Args:
+            mask: [B, T] or [B, columns + T] bool, False for padding.
+            count: T.
+
+        Returns:
+            [B, T]; None where all are real, if the rest, for which the host waits, says so.
+
+        Raises:
+            ValueError: it does not agree; names the token.
+        """
+        past, new = mask[:, :-count], mask[:, -count:]
+        if not past.shape[1]:
+            return new
+        column, held = torch.arange(self.columns, device=mask.device), torch.ones_like(past)
+        for start, padding in zip(self.starts, () if self.padding is None else self.padding, strict=True):
+            held &= (column < start) | (column >= start + padding[:, None])
+        # The host waits once for both.
+        is_whole, differs = torch.stack([new.all(), (past != held).any()]).tolist()
+        if differs:
+            row, token = (past != held).nonzero()[0].tolist()
+            said, was = ("padding", "real") if held[row, token] else ("real", "padding")
+            raise ValueError(
+                f"row {row} of attention_mask says that token {token} is {said}, and the cache holds it as {was}: what "
+                "was stored can be neither masked nor unmasked. Pass the mask that it was stored with, with ones for "
+                "the tokens since (without one, generate takes every pad token for padding), or call cache.reset()"
+            )
+        return None if is_whole else new
 
     def step(self, count: int, mask: Tensor | None, in_prefill: bool) -> Step:
         """What a forward adds.
 
         Args:
             count: its tokens T, padding included.
-            mask: [B, T] bool, False for padding tokens; None when all are real.
+            mask: [B, T] bool, False for padding tokens, of which there are some; None when all are real.
             in_prefill: see `Step`.
 
         Raises:
@@ -127,8 +168,6 @@ class Rows:
         """
         column = torch.arange(count, device=self.lengths.device)
         positions, longest = self.lengths[:, None] + column, self.longest + count
-        if mask is not None and bool(mask.all()):
-            mask = None
         if mask is not None:
             real = mask.sum(dim=1)
             is_left_padded = (mask == (column >= count - real[:, None])).all(dim=1)
@@ -166,6 +205,21 @@ class Rows:
         self.longest += tokens
         self.columns += columns
         self.most_columns = max(self.most_columns, self.columns)
+
+    def add_padding(self, start: int, padding: Tensor) -> None:
+        """Note with how many columns of padding [B] the forward from column `start` on began."""
+        self.starts = [*self.starts, start]
+        self.padding = padding[None] if self.padding is None else torch.cat([self.padding, padding[None]])
+
+    def select(self, rows: Tensor) -> None:
+        """Keep the rows `rows` [n] int64, in that order."""
+        self.lengths = None if self.lengths is None else self.lengths[rows]
+        self.padding = None if self.padding is None else self.padding[:, rows]
+
+    def end_of_padding(self) -> int:
+        """The first column from which on no row has padding."""
+        ends = zip(self.starts, () if self.padding is None else self.padding.amax(dim=1).tolist(), strict=True)
+        return max((start + padding for start, padding in ends if padding), default=0)
 
     def crop(self, removed: int) -> None:
         """Take back the last tokens of every row."""

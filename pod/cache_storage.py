@@ -22,6 +22,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from pod.cache_rows import Rows, Step
 from pod.eviction.base import runs_of
+from pod.eviction.headroom import spare
 from pod.eviction.quest import Quest
 from pod_kernels import (
     LayerSegments,
@@ -34,6 +35,7 @@ from pod_kernels import (
     refresh_pages,
 )
 from pod_kernels.backend import runs_triton
+from pod_kernels.quantized import in_full
 from pod_kernels.transfer import KeptOnDevice
 
 PAGES = 3  # the place of a layer's pages among its parts
@@ -145,6 +147,17 @@ class KeepingStorage:
         """The forward is through all layers."""
         self.step = None
 
+    def take_back(self, step: Step) -> bool:
+        """Forget a forward that broke off, whose tokens are in some layers; False where that cannot be."""
+        if self.quantization is not None:
+            return False
+        self.crop(step.before, step.positions.shape[1])
+        return True
+
+    def expect(self, length: int | None) -> None:
+        """Rows will reach so many tokens; None: that is not known."""
+        self.max_length = length
+
     def select_rows(self, rows: Tensor) -> None:
         """Keep the rows `rows` [n] int64, in that order; the cache counts them already."""
         self._rebuild(lambda old, new: new.copy_(old[:, rows]), None if self.quantization is None else rows.tolist())
@@ -206,7 +219,7 @@ class KeepingStorage:
             heads = self._on_device(self.orders[layer], k.device)
             k, v = k[:, heads], v[:, heads]
         if self.quantization is not None:
-            segments = self.full = replace(segments, values=segments.values.full(), keys=segments.keys.full())
+            segments = self.full = replace(segments, values=in_full(segments.values), keys=in_full(segments.keys))
         is_plain = self.quantization is None and segments.pages is None
         if near and is_plain and k.shape[2] == 1 and not step.is_first and runs_triton(v):
             from pod_kernels.update import append  # imports triton
@@ -301,7 +314,7 @@ class KeepingStorage:
     def _anchor_keys(self, layer: int, head: int) -> tuple[Segments, int]:
         anchor = self.anchors[layer][head]
         keys, place = self.segments[anchor].keys, self.segments[anchor].order.index(head)
-        return (keys, place) if self.quantization is None else (keys.full(place), 0)
+        return (keys.full(place), 0) if isinstance(keys, QuantizedSegments) else (keys, place)
 
     def _choose_pages(self, layer: int, q: Tensor) -> None:
         """Note what the blocks anchored in `layer` read for the queries q [B, H, 1, D]."""
@@ -330,7 +343,8 @@ class KeepingStorage:
         step, full, segments = self.step, self.full, self.segments[layer]
         used = torch.maximum(step.before, step.positions[:, -1] + 1)
         for rest, written in ((segments.values, full.values), (segments.keys, full.keys)):
-            rest.absorb(written, used.repeat(len(rest.sizes)), step.positions.shape[1])
+            if isinstance(rest, QuantizedSegments):
+                rest.absorb(written, used.repeat(len(rest.sizes)), step.positions.shape[1])
         self.full = None
 
     # ------------------------------------------------------------------ memory
@@ -345,10 +359,11 @@ class KeepingStorage:
             return Segments.allocate(heads, capacity, dim, lengths, **where)
 
         def stored(heads: int, is_key: bool) -> Segments | QuantizedSegments:
-            if self.quantization is None:
+            spec = self.quantization
+            if spec is None or not spec.pays([self.capacity], dim, like.dtype.itemsize):
                 return plain(heads, self.capacity)
-            sizes = [[self.quantization.rounded(self.capacity)] * batch] * heads
-            return QuantizedSegments.allocate(self.quantization, is_key, sizes, batch, dim, **where)
+            sizes = [[spec.rounded(self.capacity)] * batch] * heads
+            return QuantizedSegments.allocate(spec, is_key, sizes, batch, dim, **where)
 
         return LayerSegments(
             order=tuple(range(anchors)) if self.shares_kv else order,
@@ -363,12 +378,12 @@ class KeepingStorage:
         )
 
     def _reserve(self, length: int, like: Tensor) -> None:
+        wanted = max(length, self.max_length or 0)
         if not self.segments:
-            self.capacity = self.max_length or length
+            self.capacity = wanted
             self.segments = [self._allocate(layer, like) for layer in range(len(self.orders))]
-        elif length > self.capacity:
-            # An eighth more than is needed: n tokens then cost O(n) copies in all, and at most an eighth is unused.
-            self.capacity = length + length // 8
+        elif wanted > self.capacity:
+            self.capacity = wanted if wanted > length else length + spare(length)
             self._rebuild(lambda old, new: new[:, :, : old.shape[2]].copy_(old))
 
     def _rebuild(self, fill, rows: list[int] | None = None) -> None:
@@ -378,6 +393,11 @@ class KeepingStorage:
             for old_part, new_part in zip(_parts(old), _parts(new), strict=True):
                 if isinstance(old_part, QuantizedSegments):
                     new_part.take(old_part, rows)
+                elif isinstance(new_part, QuantizedSegments):  # it has grown so far that this takes fewer bytes
+                    full = new_part.full()
+                    if len(full.data):
+                        fill(old_part.rectangle, full.rectangle)
+                    new_part.absorb(full, self.rows.lengths.repeat(len(new_part.sizes)))
                 elif old_part.data.numel():
                     fill(old_part.rectangle, new_part.rectangle)
             self.segments[index] = new

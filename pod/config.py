@@ -4,12 +4,19 @@ A PoD config.json says all that is needed to rebuild the model: `anchors` (the b
 `share` and `tau`, beside the family's fields.
 """
 
+import operator
+from typing import Any
+
 from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig, MistralConfig, Phi3Config, Qwen2Config, Qwen3Config
 
 from pod.blocks import LayerBlocks
 
 SHARE_KINDS = ("scores", "keys", "kv", "window")
+
+# What layers are planned by and caches are laid out by: fixed from then on.
+FIXED = ("anchors", "sink_size", "recent_size", "share", "num_hidden_layers", "num_attention_heads")
+FIXED += ("num_key_value_heads", "head_dim")
 
 
 class PodConfigMixin:
@@ -39,6 +46,29 @@ class PodConfigMixin:
         if self.share == "window":
             return 1.0
         return self.blocks.kv_saving * (2 if self.share == "kv" else 1)
+
+    def fixed(self) -> list:
+        """The fields that models and caches are made by, as they are now (`FIXED`)."""
+        return [vars(self)[name] for name in FIXED]  # many times as quick as getattr, and asked at every step
+
+    def check_unchanged(self, made_by: list, what: str) -> None:
+        """Refuse a config that was changed in place.
+
+        Args:
+            made_by: a copy of `fixed` from when `what`, the model or its cache, was made.
+
+        Raises:
+            ValueError: names the field, what it was and what it is.
+        """
+        now = self.fixed()
+        if now == made_by:
+            return
+        name, was, value = next(one for one in zip(FIXED, made_by, now, strict=True) if one[1] != one[2])
+        raise ValueError(
+            f"config.{name} was changed in place: {what} was made with {was}, and it is {value} now. Set it back, or "
+            "make another: pod.convert(model, blocks, sink_size, recent_size, share), which shares the weights, and "
+            "pod.PodCache(model.config)"
+        )
 
     def __post_init__(self, **kwargs) -> None:
         if self.head_dim is None:  # some families compute it in their attention only
@@ -70,6 +100,25 @@ class PodConfigMixin:
         self.blocks.check(self.num_hidden_layers, self.num_key_value_heads)
         if self.share == "window" and not self.blocks.is_dense:
             raise ValueError("share='window' has no distant tokens to share: leave anchors out (blocks of one layer)")
+
+
+def whole_number(name: str, value: Any, what: str, least: int | None = None) -> int:
+    """The value as an integer.
+
+    Args:
+        name, what: which argument it is, and what that must be, for the error.
+        least: the smallest it may be; None: any.
+
+    Raises:
+        ValueError: it is none, or too small.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool) or (least is not None and number < least):
+        raise ValueError(f"{name} must be {what}, a whole number; got {value!r}")
+    return number
 
 
 def check_sizes(sink_size: int, recent_size: int, share: str) -> None:

@@ -26,7 +26,6 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3Model,
 )
-from transformers.generation import GenerationMixin
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
 from transformers.models.mistral.modeling_mistral import MistralAttention, MistralDecoderLayer
 from transformers.models.phi3.modeling_phi3 import Phi3Attention, Phi3DecoderLayer
@@ -91,12 +90,12 @@ class PodMistralForCausalLM(PodForCausalLM, MistralForCausalLM):
 class PodPhi3Attention(PodAttention, Phi3Attention):
     """Phi-3's attention with shared distant scores."""
 
-    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def project(self, hidden_states: Tensor, has_keys: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """[B, T, hidden] -> queries, keys and values, which one matrix gives."""
         heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
         sizes = [count * self.head_dim for count in (heads, kv_heads, kv_heads)]
         q, k, v = self.qkv_proj(hidden_states).split(sizes, dim=-1)
-        return (q, k, v) if self.has_keys else (q, None, None)
+        return (q, k, v) if has_keys else (q, None, None)
 
 
 class PodPhi3DecoderLayer(PodDecoderLayer, Phi3DecoderLayer):
@@ -116,10 +115,6 @@ class PodPhi3ForCausalLM(PodForCausalLM, Phi3ForCausalLM):
 
     config: PodPhi3Config
     pod_base = PodPhi3Model
-
-    def prepare_inputs_for_generation(self, *args, **kwargs) -> dict:
-        """The usual: the family's own drops the cache at `original_max_position_embeddings`, for LongRoPE's sake."""
-        return GenerationMixin.prepare_inputs_for_generation(self, *args, **kwargs)
 
 
 class PodQwen2Attention(PodAttention, Qwen2Attention):

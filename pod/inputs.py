@@ -37,6 +37,12 @@ def check_supported(config: PreTrainedConfig, training: bool, output_attentions:
         )
 
 
+def check_tokens(count: int) -> None:
+    """Refuse an input without tokens."""
+    if not count:
+        raise ValueError("the input has no tokens: an empty prompt needs at least one, such as the tokenizer's BOS")
+
+
 def check_cache(cache: object, training: bool) -> None:
     """Refuse another cache than PoD's, and any in training."""
     if not isinstance(cache, PodCache):
@@ -49,7 +55,7 @@ def check_cache(cache: object, training: bool) -> None:
 
 
 def token_mask(attention_mask: Tensor | None, batch: int, seen: int, count: int) -> Tensor | None:
-    """The [B, T] bool mask of the new tokens, None when there is no mask."""
+    """The mask as bool, [B, T] or [B, tokens so far and T], None when there is no mask."""
     if attention_mask is None:
         return None
     if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
@@ -63,7 +69,7 @@ def token_mask(attention_mask: Tensor | None, batch: int, seen: int, count: int)
             f"attention_mask must be [{batch}, {seen + count}] (tokens in the cache and new ones); got "
             f"{tuple(attention_mask.shape)}"
         )
-    return attention_mask[:, -count:].bool()
+    return attention_mask.bool()
 
 
 def lengths_of(mask: Tensor) -> Tensor | None:

@@ -52,13 +52,13 @@ class PodAttention:
         self.gate: Tensor | None = None  # mean share of the softmax on proximal tokens, of the last forward
         self.goes_on = tuple(not ends and int(anchors[self.layer_idx + 1, g]) == self.anchor_of[g] for g in heads)
 
-    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def project(self, hidden_states: Tensor, has_keys: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """[B, T, hidden] -> queries [B, T, H * D], keys and values [B, T, H_kv * D], before norm and RoPE.
 
-        Keys and values are None where the layer has none of its own.
+        Keys and values are None unless the layer is to have its own.
         """
         q = self.q_proj(hidden_states)
-        return (q, self.k_proj(hidden_states), self.v_proj(hidden_states)) if self.has_keys else (q, None, None)
+        return (q, self.k_proj(hidden_states), self.v_proj(hidden_states)) if has_keys else (q, None, None)
 
     def unused_parameters(self) -> Iterator[nn.Parameter]:
         """What no output depends on: a checkpoint holds it, so that it loads as any of its family, and it never learns.
@@ -78,6 +78,7 @@ class PodAttention:
         lengths: Tensor | None = None,
         document_ids: Tensor | None = None,
         sequence: SequenceShard | None = None,
+        unshared: bool = False,
     ) -> tuple[Tensor, Anchors]:
         """One layer of attention.
 
@@ -89,17 +90,19 @@ class PodAttention:
             lengths: [B] real tokens of left-padded rows.
             document_ids: [B, T] of packed documents.
             sequence: the rank's part of a sequence that several ranks share; lengths and document_ids are whole.
+            unshared: plain causal attention with the layer's own queries, keys and values; without a cache.
 
         Returns:
             [B, T, hidden], and the running anchors for the next layer.
         """
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        q, k, v = self.project(hidden_states)
+        has_keys = self.has_keys or unshared
+        q, k, v = self.project(hidden_states, has_keys)
         q = q.view(shape)
         k, v = (q.new_empty(*q.shape[:2], 0, self.head_dim) if x is None else x.view(shape) for x in (k, v))
         if hasattr(self, "q_norm"):
             q = self.q_norm(q)
-            k = self.k_norm(k) if self.has_keys else k
+            k = self.k_norm(k) if has_keys else k
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if position_embeddings is not None:
             q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
@@ -111,7 +114,7 @@ class PodAttention:
             heads = sequence.kv_heads(len(self.is_anchor))
             q, k, v = sequence.to_heads(q, k, v)
 
-        travels = past_key_values is None or past_key_values.takes_anchors(q.shape[2])
+        travels = not unshared and (past_key_values is None or past_key_values.takes_anchors(q.shape[2]))
         following, q_distant, k_distant = anchors, None, None
         if travels:
             pairs = self._pairs(q, k, v, anchors, heads)
@@ -124,7 +127,8 @@ class PodAttention:
                     q_distant = q if self.config.share == "keys" else torch.cat(firsts, dim=1)
                     k_distant = torch.stack(keys, dim=1)
         if past_key_values is None:
-            if self.measure_gate and q_distant is None and self.config.share != "window":
+            measures, is_window = self.measure_gate and not unshared, self.config.share == "window" and not unshared
+            if measures and q_distant is None and not is_window:
                 q_distant, k_distant = q, k  # its own scores, split where the others split theirs
             out = shared_score_attention(
                 q,
@@ -137,10 +141,10 @@ class PodAttention:
                 scale=self.scaling,
                 lengths=lengths,
                 document_ids=document_ids,
-                window_only=self.config.share == "window",
-                return_gate=self.measure_gate,
+                window_only=is_window,
+                return_gate=measures,
             )
-            if self.measure_gate:
+            if measures:
                 out, gate = out
                 self.gate = gate.mean()
         else:
@@ -192,6 +196,7 @@ class PodDecoderLayer:
         lengths: Tensor | None = None,
         document_ids: Tensor | None = None,
         sequence: SequenceShard | None = None,
+        unshared: bool = False,
     ) -> tuple[Tensor | None, ...]:
         """[B, T, hidden] and the anchors in; the same out."""
         attended, anchors = self.self_attn(
@@ -202,6 +207,7 @@ class PodDecoderLayer:
             lengths=lengths,
             document_ids=document_ids,
             sequence=sequence,
+            unshared=unshared,
         )
         hidden_states = hidden_states + attended
         normed = self.post_attention_layernorm(hidden_states)

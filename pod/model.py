@@ -1,17 +1,18 @@
 """PoD models: the decoder stack and the causal LM of all families, mixed into the family's own classes."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+import copy
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from pod.blocks import LayerBlocks
 from pod.cache import PodCache
+from pod.config import whole_number
 from pod.graph import StepGraphs, step_graphs
-from pod.inputs import check_cache, check_devices, check_supported, documents_of, lengths_of, token_mask
+from pod.inputs import check_cache, check_devices, check_supported, check_tokens, documents_of, lengths_of, token_mask
 from pod.layer import Anchors
 from pod.offload import kept_on_cpu
 from pod.sequence_parallel import SequenceShard
@@ -47,22 +48,8 @@ class PodModel:
         for layer in self.layers:
             layer.__class__ = self.pod_layer
             layer.self_attn.__class__ = self.pod_attention
-        self._plan(self.config.blocks)
-
-    def _plan(self, blocks: LayerBlocks) -> None:
-        for layer in self.layers:
-            layer.self_attn.plan(blocks)
-
-    @contextmanager
-    def unshared(self) -> Iterator[None]:
-        """Inside, every layer has its own scores: the forward is that of the dense model on the same weights."""
-        share, self.config.share = self.config.share, "scores"
-        self._plan(LayerBlocks.dense(self.config.num_hidden_layers, self.config.num_key_value_heads))
-        try:
-            yield
-        finally:
-            self.config.share = share
-            self._plan(self.config.blocks)
+            layer.self_attn.plan(self.config.blocks)
+        self._made_by = copy.deepcopy(self.config.fixed())
 
     def forward(
         self,
@@ -77,6 +64,7 @@ class PodModel:
         output_attentions: bool | None = None,
         return_dict: bool | None = None,
         sequence: SequenceShard | None = None,
+        unshared: bool = False,
         **kwargs,
     ) -> BaseModelOutputWithPast | tuple:
         """Run the decoder.
@@ -94,14 +82,21 @@ class PodModel:
             sequence: the part of the sequence that this rank runs, where the ranks of a group share one; without a
                 cache. All other arguments are whole sequences, the same on every rank; the hidden states that are
                 returned are the rank's part, [B, t, hidden].
+            unshared: every layer has its own scores, keys and values: the forward is that of the dense model on the
+                same weights; without a cache.
 
         Raises:
             ValueError: an argument that PoD does not support, by name and with the remedy.
         """
         check_devices(self)
+        self.config.check_unchanged(self._made_by, "the model")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
         check_supported(self.config, self.training, output_attentions)
+        if unshared:
+            if past_key_values is not None or use_cache:
+                raise ValueError("a cache stores what layers share: with unshared=True pass use_cache=False")
+            use_cache = False
         if sequence is not None:
             if past_key_values is not None or use_cache:
                 raise ValueError("a sequence shared by several ranks is for training without a cache: use_cache=False")
@@ -118,6 +113,7 @@ class PodModel:
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         batch, count = inputs_embeds.shape[0], inputs_embeds.shape[1] if sequence is None else sequence.length
+        check_tokens(count)
         checkpoints = self.gradient_checkpointing and self.training
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
@@ -147,22 +143,22 @@ class PodModel:
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         kwargs = {"past_key_values": past_key_values, "lengths": lengths, "document_ids": document_ids}
-        kwargs["sequence"] = sequence
-        pieces = past_key_values.strides(inputs_embeds, mask) if past_key_values is not None else []
-        if not pieces:
-            all_states = self._run(inputs_embeds, position_ids, mask, output_hidden_states, **kwargs)
-        else:
-            all_states = []
+        kwargs |= {"sequence": sequence, "unshared": unshared}
+        pieces = [(None, None)] if past_key_values is None else past_key_values.open(inputs_embeds, mask)
+        all_states = []
+        for columns, is_real in pieces:
+            if columns is None:
+                all_states = self._run(inputs_embeds, position_ids, is_real, output_hidden_states, **kwargs)
+                continue
             rows = torch.arange(batch, device=inputs_embeds.device)[:, None]
-            for columns, is_real in pieces:
-                part, at = inputs_embeds[rows, columns], position_ids.expand(batch, -1)[rows, columns]
-                part_states = self._run(part, at, is_real, output_hidden_states, **kwargs)
-                all_states = all_states or [torch.zeros_like(inputs_embeds) for _ in part_states]
-                place = (rows, columns)
-                if is_real is not None:
-                    place = is_real.nonzero(as_tuple=True)[0], columns.expand(is_real.shape)[is_real]
-                for states, new in zip(all_states, part_states, strict=True):
-                    states[place] = new if is_real is None else new[is_real]
+            part, at = inputs_embeds[rows, columns], position_ids.expand(batch, -1)[rows, columns]
+            part_states = self._run(part, at, is_real, output_hidden_states, **kwargs)
+            all_states = all_states or [torch.zeros_like(inputs_embeds) for _ in part_states]
+            place = (rows, columns)
+            if is_real is not None:
+                place = is_real.nonzero(as_tuple=True)[0], columns.expand(is_real.shape)[is_real]
+            for states, new in zip(all_states, part_states, strict=True):
+                states[place] = new if is_real is None else new[is_real]
         output = BaseModelOutputWithPast(
             last_hidden_state=all_states[-1],
             past_key_values=past_key_values,
@@ -180,6 +176,7 @@ class PodModel:
         lengths: Tensor | None,
         document_ids: Tensor | None,
         sequence: SequenceShard | None,
+        unshared: bool,
     ) -> list[Tensor]:
         """Run all layers once: every layer's input where these are wanted, then the normed output, [B, T, hidden]."""
         if past_key_values is not None:
@@ -205,6 +202,7 @@ class PodModel:
                     lengths=lengths,
                     document_ids=document_ids,
                     sequence=sequence,
+                    unshared=unshared,
                 )
         if past_key_values is not None:
             past_key_values.finish()
@@ -245,10 +243,30 @@ class PodForCausalLM:
             model_kwargs["past_key_values"] = cache
         else:
             check_cache(cache, training=False)
+            if model_kwargs.get("attention_mask") is None and cache.has_padding:  # generate drops a mask of ones
+                raise ValueError(
+                    "the cache holds rows with padding, and attention_mask has none: pass the mask that they were "
+                    "stored with, with ones for the tokens since"
+                )
+            cache.expect(max_cache_length)
             cache._is_user_defined = True
+
+    def init_continuous_batching(self, *args, **kwargs):
+        """Refused: it stores keys and values of all layers alike, in pages. `generate_batch` begins here too.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "continuous batching (generate_batch, cache_implementation='paged') is not supported by PoD models, whose "
+            "layers store different tokens' keys: call generate with prompts padded on the left"
+        )
 
     def generate(self, *args, **kwargs):
         """transformers' generate; on a CUDA device its steps are one CUDA graph (`pod.graph`)."""
+        ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+        if isinstance(ids, Tensor) and ids.shape[-1] == 0 and kwargs.get("inputs_embeds") is None:
+            check_tokens(0)
         outer, self._graphs, self._in_generate = (self._graphs, self._in_generate), None, True
         try:
             return super().generate(*args, **kwargs)
@@ -273,8 +291,12 @@ class PodForCausalLM:
 
     def _prefill(self, input_ids, generation_config, model_kwargs, is_first_iteration=True):
         cache = model_kwargs.get("past_key_values")
-        if cache is None or generation_config.prefill_chunk_size is None:  # in one piece: nothing has to wait
+        size = generation_config.prefill_chunk_size
+        if cache is None or size is None:  # in one piece: nothing has to wait
             return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
+        whole_number("prefill_chunk_size", size, "at least 1 token, or None", 1)
+        if model_kwargs.get("inputs_embeds") is not None:
+            raise ValueError("prefill_chunk_size cuts input_ids, not inputs_embeds: leave it out, or pass input_ids")
         with cache.prefill():
             return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
 
@@ -288,11 +310,15 @@ class PodForCausalLM:
             input_ids, logits_processor, stopping_criteria, generation_config, *args, **kwargs
         )
 
-    def prepare_inputs_for_generation(self, input_ids, next_sequence_length=None, **kwargs):
+    def prepare_inputs_for_generation(self, input_ids, next_sequence_length=None, inputs_embeds=None, **kwargs):
+        # `generate` looks for inputs_embeds in the signature.
         cache = kwargs.get("past_key_values")
         if next_sequence_length is None and getattr(cache, "fed_before", 0):
             next_sequence_length, cache.fed_before = input_ids.shape[1] - cache.fed_before, 0
-        inputs = super().prepare_inputs_for_generation(input_ids, next_sequence_length, **kwargs)
+        # The usual: Phi-3's own drops the cache at `original_max_position_embeddings`, for LongRoPE's sake.
+        inputs = GenerationMixin.prepare_inputs_for_generation(
+            self, input_ids, next_sequence_length, inputs_embeds=inputs_embeds, **kwargs
+        )
         tokens = inputs.get("input_ids")
         is_step = self._in_generate and tokens is not None and tokens.shape[1] == 1
         if is_step and isinstance(cache, PodCache) and cache.get_seq_length() and not kwargs.get("is_first_iteration"):

@@ -174,10 +174,14 @@ class PodModule(lightning.LightningModule):
         """
         return self._states(self.model, batch)
 
-    def _states(self, model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
+    def _states(self, model: PreTrainedModel, batch: dict[str, Tensor], unshared: bool = False) -> Tensor:
         ids = batch["input_ids"]
         output = model.model(
-            ids, document_ids=batch.get("document_ids"), use_cache=False, sequence=self._shard(ids.shape[1])
+            ids,
+            document_ids=batch.get("document_ids"),
+            use_cache=False,
+            sequence=self._shard(ids.shape[1]),
+            unshared=unshared,
         )
         return output.last_hidden_state
 
@@ -186,8 +190,8 @@ class PodModule(lightning.LightningModule):
         """`hidden_states` of the frozen dense base: a model of its own, or with LoRA the same one without adapters."""
         if self.teacher is not None:
             return self._states(self.teacher, batch)
-        with without_adapters(self.model), self.model.model.unshared():
-            return self._states(self.model, batch)
+        with without_adapters(self.model):
+            return self._states(self.model, batch, unshared=True)
 
     def _targets(self, labels: Tensor) -> tuple[Tensor, Tensor]:
         """What each of the rank's positions foretells [B, t], and the number of targets of the whole batch."""

@@ -16,6 +16,7 @@ from pod.eviction import H2O, SnapKV, StreamingLLM
 ANCHORS = ((0, 0), (0, 1), (2, 1), (2, 1), (2, 4))
 DENSE = tuple((layer, layer) for layer in range(5))
 VOCAB, SINKS, RECENT = 97, 3, 8
+EIGHT = pod.Quantization(8, group=4, residual=64)
 STOCK = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
 
 ALL_MODELS = [
@@ -250,6 +251,26 @@ def test_generate_twice_on_one_cache(which, added, max_length):
     assert torch.equal(second.sequences, plain.sequences)
     assert_close(torch.stack(second.logits), torch.stack(plain.logits))
     assert cache.get_seq_length() == second.sequences.shape[1] - 1
+
+
+@pytest.mark.parametrize("method", [None, SnapKV(16, window=4)], ids=["none", "SnapKV"])
+def test_generate_tells_a_cache_of_ones_own_the_length(method):
+    model, held = build(), []
+    told, open_ended = pod.PodCache(model.config, 40, method), pod.PodCache(model.config, eviction=method)
+    for cache in (told, open_ended):
+        ids = model.generate(tokens(2, 30), past_key_values=cache, max_new_tokens=11, suppress_tokens=[0])
+        held.append(cache.nbytes())
+    assert held[0] == held[1] and open_ended.max_length == 40
+    # A further turn is told of its own; a limit that was asked for is none that may grow.
+    turn = torch.cat([ids, tokens(2, 9, seed=3)], dim=1)
+    model.generate(turn, past_key_values=open_ended, max_new_tokens=11, suppress_tokens=[0])
+    assert open_ended.max_length == 60
+    if method is None:
+        assert open_ended.nbytes() == open_ended.expected_nbytes(60, batch=2, itemsize=4)
+    with pytest.raises(ValueError, match="made for 40 tokens per row and 50 are needed"):
+        model.generate(turn, past_key_values=told, max_new_tokens=11, suppress_tokens=[0])
+    open_ended.reset()
+    assert open_ended.max_length is None and told.max_length == 40
 
 
 @pytest.mark.parametrize("which", SHARES)
@@ -604,7 +625,7 @@ def test_nothing_is_reallocated_while_decoding(which, lengths):
     assert cache.get_seq_length() == 121 and cache.nbytes() == nbytes
 
 
-def test_growth_by_an_eighth_without_max_length():
+def test_growth_without_max_length():
     model, ids = build(), tokens(2, 64)
     cache = pod.PodCache(model.config, crop_slack=0)
     logits = [fed(model, cache, ids)]
@@ -620,8 +641,8 @@ def test_growth_by_an_eighth_without_max_length():
             assert [storage.data_ptr() for storage in cache.storages()] == pointers
         assert cache.nbytes() <= formula(ANCHORS, length=(64 + step) * 9 // 8, **sizes)
         assert cache.nbytes() == sum(storage.untyped_storage().nbytes() for storage in cache.storages())
-    # 65 needs more than 64 and takes 65 + 8; 74 takes 74 + 9; and so on.
-    assert grown == [65, 74, 84, 95, 107, 121, 137]
+    # 65 needs more than 64 and takes 65 + 8; 74 takes 74 + 9; 84, 84 + 8 + 2; and so on.
+    assert grown == [65, 74, 84, 95, 106, 118, 130, 143]
     whole = torch.cat([ids, *(tokens(2, 1, seed=step) for step in range(1, 81))], dim=1)
     assert_close(torch.cat(logits, dim=1), recomputed(model, whole))
 
@@ -666,6 +687,44 @@ def test_other_caches_are_refused():
         model.generate(tokens(1, 4), past_key_values=DynamicCache(), max_new_tokens=2)
     with pytest.raises(ValueError, match="cache_implementation='static'"):
         model.generate(tokens(1, 4), cache_implementation="static", max_new_tokens=2)
+
+
+def test_continuous_batching_is_refused(monkeypatch):
+    model = build()
+    monkeypatch.setattr(torch, "empty", None)  # at once, before memory is taken
+    for call in (
+        lambda: model.generate_batch([[1, 2, 3], [4, 5]], max_new_tokens=3),
+        lambda: model.generate(tokens(1, 4), cache_implementation="paged", max_new_tokens=3),
+        lambda: model.init_continuous_batching(),
+        lambda: model.continuous_batching_context_manager().__enter__(),
+    ):
+        with pytest.raises(ValueError, match=r"continuous batching \(generate_batch, cache_implementation='paged'\)"):
+            call()
+
+
+def test_a_cache_goes_on_in_the_dtype_it_was_filled_in(tmp_path):
+    model = build()
+    half = copy.deepcopy(model).bfloat16()
+    for options in ({}, {"eviction": SnapKV(16, window=4)}, {"eviction": StreamingLLM(16)}, {"quantization": EIGHT}):
+        cache = pod.PodCache(model.config, **options)
+        fed(model, cache, tokens(2, 20))
+        cache.save(tmp_path / "cache")
+        for one in (cache, pod.PodCache.load(tmp_path / "cache", model.config)):
+            with pytest.raises(
+                ValueError, match="holds torch.float32 and the model computes in torch.bfloat16: go on in"
+            ):
+                fed(half, one, tokens(2, 1))
+            with pytest.raises(ValueError, match="the model computes in torch.bfloat16"):
+                with torch.autocast("cpu", torch.bfloat16):
+                    fed(model, one, tokens(2, 1))
+            fed(model, one, tokens(2, 1))  # a refused forward leaves the cache as it was
+        cache.reset()
+        fed(half, cache, tokens(2, 20))
+        fed(half, cache, tokens(2, 1))
+    cache = pod.PodCache(model.config)
+    with torch.autocast("cpu", torch.bfloat16):
+        fed(model, cache, tokens(2, 20))
+        fed(model, cache, tokens(2, 1))
 
 
 def test_a_dense_model_refuses_the_pod_cache():
@@ -723,7 +782,8 @@ def test_another_number_of_rows_is_refused():
     cache = pod.PodCache(model.config)
     fed(model, cache, tokens(2, 4))
     for rows in (1, 3):
-        with pytest.raises(ValueError, match=f"holds 2 rows but the input has {rows}"):
+        message = f"holds 2 rows but the input has {rows}: cache.batch_repeat_interleave.*batch_select_indices"
+        with pytest.raises(ValueError, match=message):
             model(tokens(rows, 1), past_key_values=cache)
 
 
@@ -744,6 +804,23 @@ def test_bad_sizes_and_configs_are_refused():
         pod.PodCache(config, max_length=0)
     with pytest.raises(ValueError, match="crop_slack must be >= 0"):
         pod.PodCache(config, crop_slack=-1)
+    for wrong, message in (
+        ({"max_length": "10"}, "max_length must be at least 1 token, a whole number; got '10'"),
+        ({"max_length": 10.0}, "max_length must be at least 1 token, a whole number; got 10.0"),
+        ({"crop_slack": 1.5}, "crop_slack must be >= 0 tokens, a whole number; got 1.5"),
+        ({"crop_slack": None}, "crop_slack must be >= 0 tokens, a whole number; got None"),
+        ({"tau": "0.5"}, "tau must be between 0 and 1, or None; got '0.5'"),
+        ({"tau": 1.5}, "tau must be between 0 and 1, or None; got 1.5"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pod.PodCache(config, **wrong)
+    cache = pod.PodCache(config, max_length=torch.tensor(30))
+    fed(build(), cache, tokens(1, 20))
+    for wrong in (None, 1.5, "-1", True):
+        with pytest.raises(ValueError, match="tokens_to_remove must be a negative number of tokens"):
+            cache.crop(wrong)
+    cache.crop(torch.tensor(-2))
+    assert cache.get_seq_length() == 18 and cache.max_length == 30
     for stock in (LlamaConfig(), Qwen3Config()):
         with pytest.raises(ValueError, match=f"config of a PoD model, got {type(stock).__name__}"):
             pod.PodCache(stock)
@@ -785,6 +862,37 @@ def test_backward_through_stored_tokens_is_refused():
         assert loss.requires_grad
         with pytest.raises(RuntimeError, match="use_cache=False"):
             loss.backward()
+
+
+@pytest.mark.parametrize(
+    "name, value", [("anchors", [list(row) for row in DENSE]), ("recent_size", 9), ("sink_size", 0), ("share", "keys")]
+)
+def test_a_config_changed_in_place_is_refused(name, value):
+    model = copy.deepcopy(build())
+    cache, config = pod.PodCache(model.config), model.config
+    expected = fed(model, cache, tokens(1, 20))
+    was = copy.deepcopy(getattr(config, name))
+    setattr(config, name, value)
+    message = rf"config.{name} was changed in place: the {{}} was made with .*, and it is .* now. Set it back"
+    for call in (
+        lambda: model(tokens(1, 20), use_cache=False),
+        lambda: model.model(tokens(1, 20)),
+        lambda: fed(model, cache, tokens(1, 1)),
+        lambda: model.generate(tokens(1, 20), max_new_tokens=2),
+    ):
+        with pytest.raises(ValueError, match=message.format("model")):
+            call()
+    # A cache that was made in between is of the config as it was then; a model that was loaded with it, too.
+    other = pod.PodCache(config)
+    setattr(config, name, was)
+    with pytest.raises(ValueError, match=message.format("cache")):
+        fed(model, other, tokens(1, 20))
+    cache.reset()
+    assert torch.equal(fed(model, cache, tokens(1, 20)), expected)
+    # Also where the very list is written to.
+    config.anchors[1][0] = 1
+    with pytest.raises(ValueError, match="config.anchors was changed in place"):
+        fed(model, cache, tokens(1, 1))
 
 
 # On a GPU the host must not wait for the device where it need not: it has the next layers' kernels to start.
@@ -836,6 +944,20 @@ def test_a_step_of_generate_waits_for_nothing(share, lengths, waits):
     model.generate(tokens(2, 9), attention_mask=real.long(), **options)
     assert len(waits) == 5 and "__bool__" in waits[0]  # the prompt's mask is looked at
     assert waits[1:] == [[]] * 4
+
+
+@pytest.mark.parametrize("method", [None, SnapKV(8, window=4), StreamingLLM(8)], ids=["none", "SnapKV", "StreamingLLM"])
+@pytest.mark.parametrize("lengths", [(9, 9), (9, 4)], ids=["even", "padded"])
+def test_a_mask_that_agrees_is_read_once_in_a_step(lengths, method, waits):
+    """Whether it has padding is asked, with one wait; whether it agrees with what is stored comes with the answer."""
+    model = build()
+    mask = (torch.arange(9) >= 9 - torch.tensor(lengths)[:, None]).long()
+    cache = pod.PodCache(model.config, max_length=20, eviction=method)
+    for step in range(4):
+        with torch.no_grad():
+            model(tokens(2, 1 if step else 9), attention_mask=mask, past_key_values=cache)
+        mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+    assert [found for found in waits[2:]] == [["tolist"]] * 2
 
 
 def test_the_places_of_a_padded_prompt_are_found_once(waits):

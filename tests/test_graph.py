@@ -144,9 +144,18 @@ def test_a_replay_after_eviction_is_a_step(method, anchors, monkeypatch):
 @pytest.mark.parametrize("method", AFTER_THE_PROMPT, ids=lambda method: type(method).__name__)
 def test_between_two_growths_steps_are_replayed(method, monkeypatch):
     monkeypatch.setattr(manager, "runs_triton", lambda tensor: True)
+    monkeypatch.setattr(pod.PodCache, "expect", lambda cache, length: None)  # as where drafts go beyond the length
     method = type(method)(budget=40, **{"window": 4} if hasattr(method, "window") else {"query_aware": False})
     # An eighth of 40 beside the token that comes: of six steps one grows, one finds the storage there, one is captured.
     replays = {"captured": 3, "replayed": 12}
+    replays_equal_steps(tiny(ANCHORS), 19, replays, monkeypatch, method, lengths=(90, 70))
+
+
+@pytest.mark.parametrize("method", AFTER_THE_PROMPT, ids=lambda method: type(method).__name__)
+def test_a_cache_that_generate_tells_the_length_has_one_graph(method, monkeypatch):
+    monkeypatch.setattr(manager, "runs_triton", lambda tensor: True)
+    method = type(method)(budget=40, **{"window": 4} if hasattr(method, "window") else {"query_aware": False})
+    replays = {"captured": 1, "replayed": 16}
     replays_equal_steps(tiny(ANCHORS), 19, replays, monkeypatch, method, lengths=(90, 70))
 
 
@@ -170,7 +179,8 @@ def test_decoding_after_eviction_waits_for_nothing(monkeypatch):
 @pytest.mark.slow
 def test_a_cache_that_moves_has_no_graph(kernels, monkeypatch):
     model = tiny()
-    # Without max_length storage grows by an eighth, here at every other step; H2O evicts at every one.
+    # Where no length is known storage grows, here at every other step; H2O evicts at every one.
+    monkeypatch.setattr(pod.PodCache, "expect", lambda cache, length: None)
     for options in ({}, {"eviction": SnapKV(budget=9, window=4)}, {"eviction": H2O(9), "max_length": 24}):
         _, _, counts = generated(model, 4, monkeypatch, "stale", **options)
         assert counts == {"captured": 0, "replayed": 0}

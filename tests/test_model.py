@@ -440,6 +440,55 @@ class TestForward:
         with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
             model()
 
+    def test_generate_from_inputs_embeds_is_the_stock_models(self, family):
+        stock = tiny_model(family)
+        model = converted(stock, DENSE)
+        ids, mask, _ = left_padded((29, 17), 29)
+        options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, "suppress_tokens": [0]}
+        for one in (model, converted(stock)):
+            expected = one.generate(ids, **options)[:, 29:]
+            assert torch.equal(one.generate(inputs_embeds=one.get_input_embeddings()(ids), **options), expected)
+        # A further turn on a cache, and beams.
+        full, caches, found = torch.cat([ids, tokens(2, 14, seed=3)], dim=1), {}, []
+        options |= {"attention_mask": torch.nn.functional.pad(mask, (0, 14), value=1)}
+        for one, cache in ((stock, DynamicCache()), (model, pod.PodCache(model.config))):
+            with torch.no_grad():
+                one(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0), past_key_values=cache)
+            embedded = one.get_input_embeddings()(full)
+            found.append(one.generate(inputs_embeds=embedded, past_key_values=cache, **options))
+            caches[one] = one.generate(inputs_embeds=embedded, num_beams=3, **options)
+        assert torch.equal(*found) and torch.equal(*caches.values())
+        with pytest.raises(ValueError, match="prefill_chunk_size cuts input_ids, not inputs_embeds"):
+            model.generate(inputs_embeds=embedded, prefill_chunk_size=7, **options)
+
+    def test_unshared_is_a_property_of_the_call(self, family, monkeypatch):
+        """Another call may run meanwhile: one that is shared within one that is not, and the other way round."""
+        monkeypatch.setenv("POD_ATTENTION_BACKEND", "reference")
+        stock, inner = tiny_model(family), {}
+        expected = stock(tokens(2, 29)).logits
+        for share, blocks in (("scores", BLOCKS), ("keys", BLOCKS), ("kv", BLOCKS), ("window", DENSE)):
+            model = converted(stock, blocks, share)
+            wanted = {True: expected, False: model(tokens(2, 29), use_cache=False).logits}
+            assert relative(wanted[False], expected) > 0.01
+
+            for unshared in (True, False):
+
+                def between(*args, model=model, unshared=unshared):
+                    if "running" not in inner:
+                        inner["running"] = True
+                        inner["logits"] = model(tokens(2, 29), use_cache=False, unshared=not unshared).logits
+
+                inner.clear()
+                handle = model.model.layers[2].register_forward_pre_hook(between)
+                logits = model(tokens(2, 29), use_cache=False, unshared=unshared).logits
+                handle.remove()
+                assert relative(logits, wanted[unshared]) <= 1e-5
+                assert relative(inner["logits"], wanted[not unshared]) <= 1e-5
+            assert model(tokens(2, 29), unshared=True).past_key_values is None
+            for options in ({"use_cache": True}, {"past_key_values": pod.PodCache(model.config)}):
+                with pytest.raises(ValueError, match="a cache stores what layers share: .*use_cache=False"):
+                    model(tokens(2, 29), unshared=True, **options)
+
     def test_labels(self, family, monkeypatch):
         monkeypatch.setenv("POD_ATTENTION_BACKEND", "reference")
         stock = tiny_model(family)
@@ -845,6 +894,23 @@ class TestForwardRefusals:
         for shape in ((2, 7), (1, 9), (9,)):
             with pytest.raises(ValueError, match=r"attention_mask must be \["):
                 model(tokens(2, 9), attention_mask=torch.ones(shape), use_cache=False)
+
+    def test_no_tokens(self, family):
+        model = converted(tiny_model(family))
+        none = tokens(2, 0)
+        for call in (
+            lambda: model(none),
+            lambda: model(none, use_cache=False),
+            lambda: model(inputs_embeds=torch.zeros(2, 0, HIDDEN)),
+            lambda: model.generate(none, max_new_tokens=2),
+            lambda: model.generate(input_ids=none[:1], max_new_tokens=2),
+        ):
+            with pytest.raises(ValueError, match="the input has no tokens: an empty prompt needs at least one"):
+                call()
+        for size in (0, -1, "4", 1.5):
+            message = f"prefill_chunk_size must be at least 1 token, or None, a whole number; got {size!r}"
+            with pytest.raises(ValueError, match=message):
+                model.generate(tokens(2, 9), prefill_chunk_size=size, max_new_tokens=2)
 
     def test_output_attentions(self, family):
         model = converted(tiny_model(family))

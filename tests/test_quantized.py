@@ -1,6 +1,7 @@
 """Quantised caches: codes and what is read are those of plain quantise-dequantise loops; bytes; eviction; misuse."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 import pod
 from pod.eviction import CAKE, H2O, TOVA, AdaKV, Cascade, PyramidKV, Quest, SageKV, SnapKV, StreamingLLM
-from pod_kernels.quantized import Quantization, QuantizedSegments, quantized
+from pod_kernels.quantized import Quantization, QuantizedSegments, in_full, quantized
 from pod_kernels.segments import Segments
 
 MODELS = [
@@ -58,13 +59,16 @@ def truth(vectors: Tensor, spec: Quantization, is_key: bool, closed: int = 0) ->
 # ---------------------------------------------------------------------- the segments alone
 
 
+@pytest.mark.parametrize("is_whole", [True, False], ids=["whole groups", "any sizes"])
 @pytest.mark.parametrize("is_told", [True, False])
 @pytest.mark.parametrize("is_key", [True, False])
 @pytest.mark.parametrize("spec", [*SPECS, Quantization(8, 3, 2), Quantization(4, 8, 20)], ids=str)
-def test_segments_hold_the_truth_as_they_fill(spec, is_key, is_told):
+def test_segments_hold_the_truth_as_they_fill(spec, is_key, is_told, is_whole):
     generator, dim = torch.Generator().manual_seed(0), 16
-    sizes = [[spec.rounded(50), spec.rounded(9)], [spec.rounded(33), spec.rounded(50)]]
-    written = [torch.randn(sum(sizes[n // 2][n % 2 : n % 2 + 1]), dim, generator=generator) for n in range(4)]
+    sizes = [[50, 9], [33, 50]]
+    if is_whole:
+        sizes = [list(map(spec.rounded, head)) for head in sizes]
+    written = [torch.randn(sizes[n // 2][n % 2], dim, generator=generator) for n in range(4)]
     written[3][:, 2] = 1.5  # a channel without a spread
     held = QuantizedSegments.allocate(spec, is_key, sizes, 2, dim, dtype=torch.float32, device="cpu")
     expected, used, closed = [part.clone() for part in written], [0] * 4, [0] * 4
@@ -101,7 +105,9 @@ def test_segments_hold_the_truth_as_they_fill(spec, is_key, is_told):
 
 @pytest.mark.parametrize("is_told", [True, False])
 @pytest.mark.parametrize("is_key", [True, False])
-@pytest.mark.parametrize("sizes", [[[0, 12], [9, 0]], [[15, 0], [0, 0]], [[3, 3], [0, 18]], [[0, 0], [0, 0]]], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [[[0, 12], [9, 0]], [[15, 0], [0, 0]], [[3, 3], [0, 18]], [[0, 0], [0, 0]], [[7, 0], [4, 16]]], ids=str
+)
 def test_segments_of_no_slots_touch_no_others(sizes, is_key, is_told):
     spec, dim = Quantization(8, 3, 2), 16
     where = dict(dtype=torch.float32, device="cpu")
@@ -166,7 +172,8 @@ class Followed:
         )
         spec = self.ahead.quantization
         for is_key, part, held in ((False, layer.values, other.values), (True, layer.keys, other.keys)):
-            held = held.full()
+            assert isinstance(held, QuantizedSegments) or not part.data.numel()
+            held = in_full(held)
             for place, head in enumerate(layer.order[: layer.num_anchors] if is_key else layer.order):
                 for row in range(part.offsets.shape[0]):
                     used = int(self.cache._step.positions[row, -1]) + 1
@@ -189,7 +196,7 @@ class Followed:
 def test_what_is_read_is_the_truth(which, method):
     spec = SPECS[1] if method is None or method.query_aware else SPECS[0]
     model, (ids, mask) = build(*which), left_padded((45, 31))
-    options = dict(max_length=70, eviction=method, crop_slack=1)
+    options = dict(max_length=100, eviction=method, crop_slack=1)
     plain, held = pod.PodCache(model.config, **options), pod.PodCache(model.config, **options, quantization=spec)
     followed = Followed(plain, held)
     assert_close(fed(model, held, ids, mask), fed(model, plain, ids, mask))  # one piece is in full precision
@@ -224,12 +231,36 @@ def test_bytes_are_freed_and_the_formula(which):
             assert cache._keeping.full is None  # no layer stays in full precision
 
 
+@pytest.mark.parametrize("max_length", [None, 330])
+@pytest.mark.parametrize(
+    "method",
+    [SnapKV(64, window=16), SnapKV(70, window=16), SnapKV(190, window=4), PyramidKV(150), AdaKV(150), TOVA(64), None],
+    ids=str,
+)
+@pytest.mark.parametrize("which", [MODELS[0], MODELS[2]])
+def test_there_are_never_more_bytes_than_plain_ones(which, method, max_length):
+    model, held = build(*which), []
+    if isinstance(method, TOVA):
+        method = TOVA(64, query_aware=False)
+    for quantization in (None, Quantization(8), Quantization(4), Quantization(4, residual=64)):
+        cache = pod.PodCache(model.config, max_length, method, quantization=quantization)
+        sizes = []
+        for count in (3, 300, 1, 20, 1, 1):  # what is small grows, and is evicted again
+            fed(model, cache, tokens(1, count))
+            sizes.append(cache.nbytes())
+        held.append(sizes)
+    plain, *others = held
+    assert all(size <= most for sizes in others for size, most in zip(sizes, plain, strict=True))
+    if method is None or method.budget >= 150:  # and where it pays there are fewer
+        assert others[-1][-1] < 0.9 * plain[-1]
+
+
 @named(EVICTIONS)
 @pytest.mark.parametrize("which", MODELS[:2])
 def test_eviction_then_turns_rows_crops_and_beams(method, which):
     # Growth, a second turn that evicts again, and reordered rows: everything works and stays close to full precision.
-    model, (ids, mask) = build(*which), left_padded((50, 37))
-    spec, logits = Quantization(8, 4, 8), []
+    model, (ids, mask) = build(*which), left_padded((110, 97))
+    method, spec, logits = replace(method, budget=72), Quantization(8, 4, 8), []
     for quantization in (spec, None):
         cache = pod.PodCache(model.config, eviction=method, crop_slack=2, quantization=quantization)
         now, found = mask, [fed(model, cache, ids, mask)[:, -1:]]
@@ -247,29 +278,44 @@ def test_eviction_then_turns_rows_crops_and_beams(method, which):
     assert 1e-6 < difference.max() and difference.mean() < 0.1 * logits[1].abs().mean()
     cache = pod.PodCache(model.config, eviction=method, crop_slack=2, quantization=spec)
     options = dict(attention_mask=mask, max_new_tokens=6, suppress_tokens=[0])
-    assert model.generate(ids, past_key_values=cache, num_beams=3, do_sample=False, **options).shape == (2, 56)
+    assert model.generate(ids, past_key_values=cache, num_beams=3, do_sample=False, **options).shape == (2, 116)
     cache = pod.PodCache(model.config, eviction=method, quantization=Quantization(4, 4, 64))
     out = model.generate(ids, past_key_values=cache, prefill_chunk_size=20, do_sample=False, **options)
-    assert out.shape == (2, 56)
+    assert out.shape == (2, 116)
     assert cache.nbytes() == sum(storage.untyped_storage().nbytes() for storage in cache.storages())
 
 
 @pytest.mark.parametrize("which", MODELS)
 def test_growth_crops_and_rows_without_eviction(which):
-    model, ids = build(*which), tokens(2, 90)
-    whole = pod.PodCache(model.config, max_length=100, crop_slack=4, quantization=Quantization(8, 4, 6))
+    model, ids = build(*which), tokens(2, 120)
+    whole = pod.PodCache(model.config, max_length=130, crop_slack=4, quantization=Quantization(8, 4, 6))
     grown = pod.PodCache(model.config, crop_slack=4, quantization=Quantization(8, 4, 6))
-    first = [fed(model, cache, ids[:, :30]) for cache in (whole, grown)]
+    first = [fed(model, cache, ids[:, :60]) for cache in (whole, grown)]
     assert_close(*first)
-    for at in range(30, 60):
+    for at in range(60, 90):
         assert_close(*(fed(model, cache, ids[:, at : at + 1]) for cache in (whole, grown)))
     for cache in (whole, grown):
         cache.crop(-4)
         cache.reorder_cache(torch.tensor([1, 1, 0]))
-    assert_close(*(fed(model, cache, ids[[1, 1, 0], 56:80], chunks=(9, 1, 14)) for cache in (whole, grown)))
-    expected = recomputed(model, ids[[1, 1, 0], :81])[:, -1]
-    found = fed(model, whole, ids[[1, 1, 0], 80:81])[:, -1]
+    assert_close(*(fed(model, cache, ids[[1, 1, 0], 86:110], chunks=(9, 1, 14)) for cache in (whole, grown)))
+    expected = recomputed(model, ids[[1, 1, 0], :111])[:, -1]
+    found = fed(model, whole, ids[[1, 1, 0], 110:111])[:, -1]
     assert 0 < (found - expected).abs().mean() < 0.05 * expected.abs().mean()
+
+
+def test_what_has_grown_is_quantised_from_where_it_pays():
+    model, kinds = build(), []
+    cache, plain = (
+        pod.PodCache(model.config, crop_slack=8, quantization=spec) for spec in (Quantization(8, 4, 8), None)
+    )
+    for count in (20, 5, 90, 1, 1):
+        outs = [fed(model, one, tokens(2, count)) for one in (cache, plain)]
+        kinds.append(type(cache._keeping.segments[0].values))
+        assert cache.nbytes() <= plain.nbytes()
+        if kinds[-1] is Segments:
+            assert_close(*outs)
+    assert kinds == [Segments] * 2 + [QuantizedSegments] * 3
+    assert 1e-6 < (outs[0] - outs[1]).abs().mean() < 0.05 * outs[1].abs().mean()
 
 
 @pytest.mark.parametrize("method", [None, EVICTIONS[0], EVICTIONS[3]], ids=lambda method: type(method).__name__)

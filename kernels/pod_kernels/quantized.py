@@ -3,9 +3,10 @@
 Legend: H heads, B rows, n = H * B segments in the order head, row; S slots of all segments, D head dimension, g tokens
 of a group, P groups of a segment that may be open.
 
-A segment's slots are cut into groups of g. A group whose tokens all lie at least `residual` tokens back is closed: its
-vectors are codes, with a scale and a lowest value for each of its channels (keys) or for each token and g channels
-(values). The groups behind it are open: full precision, in a ring of P groups, so that no capacity is kept twice.
+A segment's slots are cut into groups of g; the last may go beyond the slots. A group whose tokens all lie at least
+`residual` tokens back is closed: its vectors are codes, with a scale and a lowest value for each of its channels (keys)
+or for each token and g channels (values). The groups behind it are open: full precision, in a ring of P groups, so that
+no capacity is kept twice.
 
 Source: KIVI (arXiv 2402.02750), sections 3.2 and 3.3.
 """
@@ -61,11 +62,20 @@ class Quantization:
         """Channels of a value that share a scale."""
         return self.group if dim % self.group == 0 else dim
 
-    def nbytes(self, capacity: int, dim: int, itemsize: int, is_key: bool) -> int:
-        """Bytes of a segment of so many slots, a multiple of `group`."""
+    def nbytes(self, slots: int, dim: int, itemsize: int, is_key: bool) -> int:
+        """Bytes of a segment."""
+        capacity = self.rounded(slots)
         scales = capacity // self.group * dim if is_key else capacity * (dim // self.channels(dim))
         full = self.open_groups * self.group * dim + 2 * scales
         return capacity * dim * self.bits // 8 + full * itemsize + 8
+
+    def pays(self, sizes: Sequence[int], dim: int, itemsize: int) -> bool:
+        """Whether segments of such sizes take fewer bytes than as they come, keys as well as values.
+
+        Each has its open groups, however small it is, so small ones do not.
+        """
+        plain = sum(sizes) * dim * itemsize
+        return all(sum(self.nbytes(size, dim, itemsize, is_key) for size in sizes) < plain for is_key in (True, False))
 
     def encode(self, vectors: Tensor, is_key: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Quantise whole groups.
@@ -110,10 +120,10 @@ class QuantizedSegments:
     Attributes:
         spec: how.
         is_key: per channel; else per token.
-        sizes: [H][B] slots of each segment, multiples of g.
+        sizes: [H][B] slots of each segment.
         batch: B.
-        codes: [S / g, g, D * bits / 8] uint8.
-        scales, lows: [S / g, D] of keys, [S / g, g, D / channels] of values.
+        codes: [M, g, D * bits / 8] uint8, of the M groups of all segments.
+        scales, lows: [M, D] of keys, [M, g, D / channels] of values.
         open: [n, P, g, D], the open groups; group j of a segment is at j mod P.
         closed: [n] int64, closed groups of each segment.
     """
@@ -145,7 +155,7 @@ class QuantizedSegments:
     ) -> "QuantizedSegments":
         """Empty segments; arguments as the attributes, and D."""
         sizes = tuple(tuple(head) for head in sizes)
-        count, groups = len(sizes) * batch, sum(map(sum, sizes)) // spec.group
+        count, groups = len(sizes) * batch, sum(spec.rounded(size) for head in sizes for size in head) // spec.group
         scales = (groups, dim) if is_key else (groups, spec.group, dim // spec.channels(dim))
         return cls(
             spec,
@@ -184,7 +194,8 @@ class QuantizedSegments:
             vectors[layout.begin[:, None] + number] = self.open[
                 layout.segments[:, None], number % self.spec.open_groups
             ]
-        return replace(layout.empty, data=vectors.flatten(0, 1))
+        vectors = vectors.flatten(0, 1)
+        return replace(layout.empty, data=vectors if layout.shift is None else vectors[layout.slots()])
 
     def absorb(self, full: Segments, used: Tensor, new: int | None = None) -> None:
         """Take over what was written.
@@ -197,7 +208,10 @@ class QuantizedSegments:
         """
         if not full.data.shape[0]:
             return
-        spec, vectors = self.spec, full.data.unflatten(0, (-1, self.spec.group))
+        spec, data, layout = self.spec, full.data, self._layout(None)
+        if layout.shift is not None:
+            data = data.new_zeros(len(self.codes) * spec.group, data.shape[1]).index_copy_(0, layout.slots(), data)
+        vectors = data.unflatten(0, (-1, spec.group))
         closed = torch.maximum(self.closed, (used - spec.residual).clamp(min=0) // spec.group)
         most = int((closed - self.closed).max()) if new is None else -(-new // spec.group)
         begin, end = self._bounds
@@ -254,7 +268,7 @@ class QuantizedSegments:
 
     def _group_bounds(self) -> tuple[np.ndarray, np.ndarray]:
         """[n] int64 each on the host, the first group of each segment and the one behind its last."""
-        groups = np.array(self.sizes, dtype=np.int64).reshape(-1) // self.spec.group
+        groups = -(-np.array(self.sizes, dtype=np.int64).reshape(-1) // self.spec.group)
         end = groups.cumsum()
         return end - groups, end
 
@@ -271,10 +285,12 @@ class QuantizedSegments:
             begin, end = (bound[part] for bound in self._group_bounds())
             groups = slice(int(begin[0]), int(end[-1])) if len(part) else slice(0, 0)
             there = end > begin
-            tables = part[there], begin[there] - groups.start, (end - begin)[there] - 1
-            device = self.codes.device
+            tables = [part[there], begin[there] - groups.start, (end - begin)[there] - 1]
+            device, sizes = self.codes.device, np.array(self.sizes[heads], dtype=np.int64).reshape(-1)
+            if (sizes % self.spec.group).any():
+                tables.append((begin - groups.start) * self.spec.group - (sizes.cumsum() - sizes))
             empty = Segments.packed(self.sizes[heads], self.batch, 0, dtype=self.scales.dtype, device=device)
-            self._layouts[head] = Layout(groups, *on_device(tables, device), empty)
+            self._layouts[head] = Layout(groups, empty, *on_device(tables, device))
         return self._layouts[head]
 
 
@@ -284,24 +300,37 @@ class Layout:
 
     Attributes:
         groups: theirs among all.
+        empty: packed segments of their sizes without vectors.
         segments: [m] int64, which of all segments these are.
         begin: [m] int64, their first groups, counted from the first of `groups`.
         last: [m] int64, their last groups, counted from each one's first.
-        empty: packed segments of their sizes without vectors.
+        shift: [n] int64, by how much each one's slots lie further back in whole groups; None: these have no others.
     """
 
     groups: slice
+    empty: Segments
     segments: Tensor
     begin: Tensor
     last: Tensor
-    empty: Segments
+    shift: Tensor | None = None
+
+    def slots(self) -> Tensor:
+        """[S] int64, where their slots are among those of whole groups."""
+        sizes, count = self.empty.capacities.t().flatten(), len(self.empty.data)
+        shift = self.shift.repeat_interleave(sizes, output_size=count)
+        return torch.arange(count, device=shift.device) + shift
+
+
+def in_full(part: Segments | QuantizedSegments) -> Segments:
+    """The vectors in full precision, whichever way they are stored."""
+    return part.full() if isinstance(part, QuantizedSegments) else part
 
 
 def quantized(full: Segments, used: Tensor, spec: Quantization, is_key: bool) -> QuantizedSegments:
     """Packed segments put to rest.
 
     Args:
-        full: of sizes that are multiples of the group.
+        full: the vectors.
         used: [n] int64, slots in use of each segment, the first ones.
     """
     data, batch = full.data, full.offsets.shape[0]

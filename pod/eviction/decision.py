@@ -185,10 +185,11 @@ class Decision:
             heads, held = tuple(table.heads[index] for index in over), table.positions(over)
             counts = _counts([table.targets[index] for index in over], held.device)
             keep = kept(table.carried(over), held, self._forced(anchor, heads, held, newest), counts)
-            for column, (index, head) in enumerate(zip(over, heads, strict=True)):
-                chosen = Chosen.of(keep[:, column], held[:, column])
-                sizes = self.units.headroom.evicted(chosen.counts, table.budgets[index], length)
-                changes[anchor, head] = chosen, sizes
+            chosen = [Chosen.of(keep[:, column], held[:, column]) for column in range(len(over))]
+            counts, budgets = [one.counts for one in chosen], [table.budgets[index] for index in over]
+            sizes = self.units.headroom.evicted(counts, budgets, length)
+            units = [(anchor, head) for head in heads]
+            changes |= zip(units, zip(chosen, sizes, strict=True), strict=True)
         return changes
 
     def _stage(
@@ -293,8 +294,8 @@ class Decision:
 
         scores = self._scored(score)
         if self.method.carries:
-            table.add_scores(scores)
-            scores = table.carried()
+            table.received = scores
+            scores = scores + table.carried()
         elif self.method.lasting:
             scores = scores + table.carried()
         if not evicts:

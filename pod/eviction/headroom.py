@@ -1,6 +1,6 @@
-"""Slots beyond what is held: for the tokens up to `max_length` where that is known, else none at first, then an eighth.
+"""Slots beyond what is held: for the tokens up to `max_length` where that is known, else none at first, then some.
 
-All segments get the same number more, so that they are full at the same step: an eighth of what they hold on average.
+All segments get the same number more, so that they are full at the same step: `spare` of what they hold on average.
 Places for own keys grow with them, by as many, up to what a row and head can need.
 
 A method that evicts at every step never holds more than its budget: its slots are for that, once and for all.
@@ -8,10 +8,16 @@ A method that evicts at every step never holds more than its budget: its slots a
 
 from dataclasses import dataclass
 
-from pod_kernels import Quantization
+
+def spare(tokens: int) -> int:
+    """Slots beyond so many tokens where storage grows and it is not known how many are to come.
+
+    A part of them, so that n tokens cost O(n) copies: to copy takes about a hundredth of a step's time.
+    """
+    return min(tokens // 8, 8 + tokens // 32)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Headroom:
     """Capacities of a cache that evicts.
 
@@ -19,34 +25,37 @@ class Headroom:
         max_length: tokens that each row will reach, None when unknown.
         every: decoded tokens between two evictions; 0: none while decoding.
         most_near: own keys of proximal tokens that a row and head has at most.
-        quantization: capacities are multiples of its groups; None as they come.
     """
 
     max_length: int | None
     every: int
     most_near: int
-    quantization: Quantization | None
 
     def after(self, length: int) -> int | None:
         """Tokens still to come after `length`, None when unknown."""
         return None if self.max_length is None else max(0, self.max_length - length)
 
-    def evicted(self, counts: list[int], budgets: list[int], length: int) -> list[int]:
-        """Slots of a unit's rows that were evicted down to `counts` tokens after `length` were seen."""
+    def evicted(self, counts: list[list[int]], budgets: list[list[int]], length: int) -> list[list[int]]:
+        """Slots of units' rows that were evicted down to `counts` tokens after `length` were seen."""
         headroom = self.after(length)
         if not self.every:
-            return [self._whole(count + (headroom or 0)) for count in counts]
-        needed = [max(0, budget - count) + self.every for count, budget in zip(counts, budgets, strict=True)]
+            return [[count + (headroom or 0) for count in unit] for unit in counts]
+        most = [
+            [max(count, budget) + self.every for count, budget in zip(*unit, strict=True)]
+            for unit in zip(counts, budgets, strict=True)
+        ]
+        if headroom is None:
+            return most
         return [
-            count + (more if headroom is None else min(headroom, more))
-            for count, more in zip(counts, needed, strict=True)
+            [min(count + headroom, size) for count, size in zip(*unit, strict=True)]
+            for unit in zip(counts, most, strict=True)
         ]
 
     def grown(self, held: list[list[int]], new: int, length: int) -> list[list[int]]:
         """Slots of units' rows that hold so many tokens and get `new` more, which make it `length` seen."""
         mean = sum(map(sum, held)) // sum(map(len, held))
-        more = new + (self.after(length) or mean // 8)
-        return [[self._whole(count + more) for count in unit] for unit in held]
+        more = new + (self.after(length) or spare(mean))
+        return [[count + more for count in unit] for unit in held]
 
     def near(self, held: int, widest: int, length: int, more: int = 0) -> int:
         """Places for own keys: `held` at most, and at least `more` to come; the largest unit has `widest` slots."""
@@ -54,6 +63,3 @@ class Headroom:
         if headroom is None:
             headroom = self.most_near if self.every else 0
         return max(held, min(self.most_near, widest, held + max(headroom, more)))
-
-    def _whole(self, size: int) -> int:
-        return size if self.quantization is None else self.quantization.rounded(size)

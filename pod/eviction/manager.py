@@ -60,7 +60,7 @@ class EvictingStorage:
         self.evicts_at_steps = method.when > 0 and method.query_aware
         most_near = config.sink_size + config.recent_size + (0 if self.evicts_at_steps else crop_slack)
         every = method.when if self.evicts_at_steps else 0
-        self._layout = orders, num_anchors, Headroom(max_length, every, most_near, quantization)
+        self._layout = orders, num_anchors, Headroom(max_length, every, most_near), quantization
         self.in_prefill = False
         self.reset()
 
@@ -88,7 +88,6 @@ class EvictingStorage:
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """What `restore` needs, between two forwards: tensors by name, and what else there is as JSON."""
-        self._take_back()
         tensors, facts = self.units.state()
         return tensors, facts | {"flags": {name: getattr(self, name) for name in FLAGS}}
 
@@ -103,7 +102,7 @@ class EvictingStorage:
         """Whether a CUDA graph can repeat a step of decoding while nothing moves."""
         # A step that evicts is none like the next, a quantised layer is made full anew at every step, and storage that
         # is full moves.
-        if self.evicts_at_steps or self.units.headroom.quantization is not None or self.units.is_full:
+        if self.evicts_at_steps or self.units.quantization is not None or self.units.is_full:
             return False
         return runs_triton(self.units.layers[0].values.data)
 
@@ -148,7 +147,6 @@ class EvictingStorage:
 
     def begin(self, step) -> None:
         """Take note of what one forward adds (`pod.cache.Step`)."""
-        self._take_back()
         self.step = step
         self.count = step.positions.shape[1]
         self.is_direct = step.is_first and not self.in_prefill and not self.is_frozen
@@ -168,8 +166,26 @@ class EvictingStorage:
         elif self.acts and not self.in_prefill:
             self._end_prefill()
         for table in self.units.tables.values():
-            table.new_slots = None
+            if table.received is not None:
+                table.add_scores(table.received)
+            table.new_slots = table.received = None
         self.step = None
+
+    def take_back(self, step) -> bool:
+        """Forget a forward that broke off, whose tokens are in some layers; False where that cannot be."""
+        # A prefill adds to windows and scores, and evicts from the first blocks before the last have its tokens.
+        if self.acts or self.units.quantization is not None:
+            return False
+        self.units.crop(step.before, 0)
+        for table in self.units.tables.values():
+            table.room += 0 if table.new_slots is None else self.count
+            table.new_slots = table.received = table.condemned = None
+        self.step = None
+        return True
+
+    def expect(self, length: int | None) -> None:
+        """Rows will reach so many tokens; None: that is not known."""
+        self.units.headroom.max_length = length
 
     def attend(
         self,
@@ -218,7 +234,6 @@ class EvictingStorage:
 
     def select_rows(self, rows: Tensor) -> None:
         """Keep the rows `rows` [n] int64, in that order."""
-        self._take_back()
         self.units.select_rows(rows)
         self.decision.select_rows(rows)
 
@@ -251,15 +266,6 @@ class EvictingStorage:
         self.units.crop(lengths, removed)
 
     # ------------------------------------------------------------------ parts of a forward
-
-    def _take_back(self) -> None:
-        """Forget the tokens that a forward which failed left in some layers."""
-        if self.step is None:
-            return
-        self.crop(self.step.before, 0)
-        for table in self.units.tables.values():
-            table.condemned = table.targets = None
-        self.step = None
 
     def _ordered(self, new: Tensor, layer: int) -> Tensor:
         """[B, H_kv, T, D] -> [H_kv, B, T, D] in storage order, a view where that is the order of the heads."""

@@ -29,6 +29,7 @@ class Table:
         room: empty slots that every segment has at least.
         has_holes: slots are not in order of position.
         new_slots: [A, B, T] where the tokens of this forward are.
+        received: [B, A, N] scores of this forward, a step, to be added to those that are carried.
         condemned: [A, B, N] slots that are given up when this forward ends.
     """
 
@@ -41,6 +42,7 @@ class Table:
     room: int = 0
     has_holes: bool = False
     new_slots: Tensor | None = None
+    received: Tensor | None = None
     condemned: Tensor | None = None
     _on_device: tuple[list[list[int]], Tensor] | None = field(init=False, default=None)  # budgets, and as a tensor
 

@@ -10,7 +10,8 @@
 - The host counts how much room is left (`Table.room`, `Layer.near_room`), so that a step reads nothing back. Storage
   that grows for one token grows in all layers before the first of them attends: until it is full again, nothing moves.
 - With quantization a layer's keys and values are at rest in fewer bits (`pod_kernels.quantized`) and are made full
-  while the layer attends; capacities are then multiples of its groups. What an eviction repacks is quantised anew.
+  while the layer attends. What an eviction repacks is quantised anew. Where so few tokens are kept that this would
+  take more bytes, they stay as they come.
 - Keys, values, positions and (for methods that carry them) scores make up `nbytes`, capacity included.
 
 Legend: B rows, H_kv KV heads, A units anchored in a layer, T tokens of a forward, D head dimension.
@@ -18,7 +19,7 @@ Legend: B rows, H_kv KV heads, A units anchored in a layer, T tokens of a forwar
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -29,9 +30,9 @@ from pod.eviction.base import Eviction
 from pod.eviction.headroom import Headroom
 from pod.eviction.near import Layer
 from pod.eviction.table import Table
-from pod_kernels import QuantizedSegments, Segments
+from pod_kernels import Quantization, QuantizedSegments, Segments
 from pod_kernels.backend import runs_triton
-from pod_kernels.quantized import quantized
+from pod_kernels.quantized import in_full, quantized
 from pod_kernels.repacking import Change, Chosen, repacked
 from pod_kernels.transfer import KeptOnDevice
 
@@ -48,6 +49,7 @@ class Units:
         orders: for each layer its KV heads in storage order, anchors first.
         num_anchors: of each layer.
         headroom: how much is allocated.
+        quantization: how keys and values are stored where it pays; None as they come.
 
     Attributes:
         layers: the slots of each layer; None before its first token.
@@ -61,8 +63,10 @@ class Units:
         orders: list[tuple[int, ...]],
         num_anchors: list[int],
         headroom: Headroom,
+        quantization: Quantization | None,
     ) -> None:
-        self.method, self.orders, self.num_anchors, self.headroom = method, orders, num_anchors, headroom
+        self.method, self.orders, self.num_anchors = method, orders, num_anchors
+        self.headroom, self.quantization = headroom, quantization
         self.sink_size, self.recent_size = config.sink_size, config.recent_size
         self.anchors: list[list[int]] = config.blocks.anchors.tolist()
         self.layers: list[Layer | None] = [None] * len(orders)
@@ -70,6 +74,7 @@ class Units:
         self.on_device = KeptOnDevice()
         self._attending: int | None = None  # the layer that is full, with quantization
         self._resting: dict[tuple[int, str], QuantizedSegments] = {}  # what it was made full from
+        self._plain: dict[tuple[int, str], tuple] = {}  # sizes for which quantization does not pay
 
     def of(self, layer: int) -> list[Unit]:
         """The units of a layer's heads, in storage order."""
@@ -85,7 +90,7 @@ class Units:
 
     def keys(self, layer: int) -> Tensor:
         """[A, B, N, D] of a layer's anchor heads, in full precision."""
-        return _full(self.layers[layer].keys).padded(0)
+        return in_full(self.layers[layer].keys).padded(0)
 
     def key(self, anchor: int, place: int) -> tuple[Segments, int]:
         """Segments of a unit's keys in full precision, and its head in them."""
@@ -144,10 +149,10 @@ class Units:
     def _restored(
         self, name: str, sizes: list[list[int]], batch: int, tensors: dict[str, Tensor], is_key: bool = False
     ) -> Segments | QuantizedSegments:
-        if self.headroom.quantization is None:
+        if f"{name}.codes" not in tensors:
             return _restored(sizes, batch, tensors[name])
         parts = {part: tensors[f"{name}.{part}"] for part in QuantizedSegments.NAMES}
-        return QuantizedSegments(self.headroom.quantization, is_key, tuple(map(tuple, sizes)), batch, **parts)
+        return QuantizedSegments(self.quantization, is_key, tuple(map(tuple, sizes)), batch, **parts)
 
     def select_rows(self, rows: Tensor) -> None:
         """Keep the rows `rows` [n] int64, in that order."""
@@ -274,7 +279,7 @@ class Units:
             budgets: [A][B] what decoding keeps.
         """
         counts = [one.counts for one in chosen]
-        sizes = [self.headroom.evicted(*pair, length) for pair in zip(counts, budgets, strict=True)]
+        sizes = self.headroom.evicted(counts, budgets, length)
         table = self._new_table(layer, sizes, positions, counts, budgets, has_scores=True)
         for index, one in enumerate(chosen):
             one.put(table.slots, index, positions[one.rows, one.sources, None].int())
@@ -413,7 +418,7 @@ class Units:
             table.slots = repacked(table.slots, by_place, fill=-1)
             if table.scores is not None:
                 table.scores = repacked(table.scores, by_place)
-            layer.keys = repacked(_full(layer.keys), by_place)
+            layer.keys = repacked(in_full(layer.keys), by_place)
             self._put_to_rest(anchor)
             for place, (chosen, _) in by_place.items():
                 table.held[place] = chosen.counts
@@ -426,7 +431,7 @@ class Units:
             by_place = {place: changes[unit] for place, unit in enumerate(self.of(index)) if unit in changes}
             if not by_place:
                 continue
-            layer.values = repacked(_full(layer.values), by_place)
+            layer.values = repacked(in_full(layer.values), by_place)
             self._put_to_rest(index)
             if layer.near_keys.numel():
                 places = self.places(index)[layer.num_anchors :]
@@ -464,8 +469,7 @@ class Units:
 
     def _put_to_rest(self, layer: int) -> None:
         """Quantise what is full of a layer; of the one that attends only when it is through, and anew if repacked."""
-        quantization = self.headroom.quantization
-        if quantization is None:
+        if self.quantization is None:
             return
         if self._attending == layer:
             self._resting = {}
@@ -473,12 +477,16 @@ class Units:
         stored = self.layers[layer]
         for name in ("values", "keys"):
             full = getattr(stored, name)
-            if isinstance(full, QuantizedSegments):
+            if isinstance(full, QuantizedSegments) or self._plain.get((layer, name)) is full.sizes:
+                continue
+            sizes, itemsize = [*chain(*full.sizes)], full.data.element_size()
+            if not self.quantization.pays(sizes, full.data.shape[1], itemsize):
+                self._plain[layer, name] = full.sizes
                 continue
             used = self._used(layer, len(full.sizes), full.data.device)
             rest = self._resting.pop((layer, name), None)
             if rest is None:
-                rest = quantized(full, used, quantization, is_key=name == "keys")
+                rest = quantized(full, used, self.quantization, is_key=name == "keys")
             else:
                 rest.absorb(full, used)
             setattr(stored, name, rest)
@@ -488,10 +496,6 @@ class Units:
         live = {anchor: self.tables[anchor].live() for anchor in set(self.anchors[layer])}
         used = [live[anchor][self.tables[anchor].heads.index(head)] for anchor, head in self.of(layer)[:heads]]
         return torch.cat(used) if used else torch.zeros(0, dtype=torch.long, device=device)
-
-
-def _full(segments: Segments | QuantizedSegments) -> Segments:
-    return segments.full() if isinstance(segments, QuantizedSegments) else segments
 
 
 def _restored(sizes: list[list[int]], batch: int, data: Tensor) -> Segments:
