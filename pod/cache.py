@@ -385,7 +385,9 @@ class PodCache(Cache):
                 )
         rows, (batch, count) = self._rows, inputs.shape[:2]
         if rows.columns == 0:
+            budgets = rows.budgets  # of the whole prompt, of which this may be the first piece
             self._clear()  # whatever a first forward that broke off has left
+            rows.budgets = budgets
         if self.store is not None:
             self._take_share_at_once(inputs, mask)
             self.store.begin(inputs, mask, rotary)

@@ -264,7 +264,9 @@ def test_generate_with_kernels_and_eviction(method, kernels):
 
 
 @pytest.mark.parametrize("backend", ["composed", "fused"])
-@pytest.mark.parametrize("method", ["streamingllm:budget=12", "lminfinite:budget=12", "cascade:budget=14,sinks=2"])
+@pytest.mark.parametrize(
+    "method", ["streamingllm:budget=12,stride=24", "lminfinite:budget=12", "cascade:budget=14,sinks=2,stride=24"]
+)
 def test_steps_over_fixed_slots_wait_for_nothing(method, backend, request):
     kernels = request.getfixturevalue("kernels") if backend == "fused" else {}
     _, gpu = models()

@@ -26,6 +26,7 @@ METHODS = [
     LMInfinite(12),
     Cascade(14, sinks=2, num_cascades=3),
     Cascade(66, sinks=2),
+    StreamingLLM(0.5),
 ]
 READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::masked_select", "aten::equal")
 MAKERS = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor, torch.from_numpy)
@@ -130,8 +131,10 @@ def test_a_step_waits_for_nothing(method, anchors, backend):
         with torch.no_grad(), HostWaits() as waits:
             model(new, position_ids=at, past_key_values=cache)
         found.append(waits.found)
-    # The first brings numbers for many steps: counts, and without kernels the plan of insertions.
-    assert set(found[0]) <= {"from_numpy"} and 1 <= len(found[0]) <= 2
+    # The first brings numbers for many steps: counts, and without kernels the plan of insertions; under a share for the
+    # rows of each budget.
+    most = 2 * len(getattr(cache.store, "_runs", [None]))
+    assert set(found[0]) <= {"from_numpy"} and 1 <= len(found[0]) <= most
     assert found[1:] == [[], [], []]
 
 
