@@ -340,7 +340,7 @@ class PodCache(Cache):
                 f"the cache holds {self.batch_size} rows but the input has {batch}: cache.batch_repeat_interleave(n) "
                 "makes n of each, cache.batch_select_indices(rows) keeps some"
             )
-        elif dtype != self._dtype:
+        elif dtype != (self._dtype or dtype):
             raise ValueError(
                 f"the cache holds {self._dtype} and the model computes in {dtype}: go on in {self._dtype}, or fill a "
                 "cache with the model as it is"
@@ -440,13 +440,15 @@ class PodCache(Cache):
         self._is_counted = False
         self._storage.finish()
         if self.store is not None:
-            self._rows.columns += self._new_columns + self._left_out
-            self._left_out = 0
+            self._rows.columns += self._new_columns
         else:
             self._rows.add(self._step)
             self._step = None
         self._pieces -= 1
         if self._pieces < 1:
+            # Only now: rows of different strides have more columns in all pieces together than there are.
+            self._rows.columns += self._left_out
+            self._left_out = 0
             if self._padding is not None:
                 self._rows.add_padding(*self._padding)
                 self._padding = None

@@ -10,7 +10,7 @@ from pod.evaluation import longbench, models, passkey, ruler, runner
 from pod.evaluation.haystack import Haystack
 from pod.evaluation.ruler_tasks import TASKS
 
-METHODS = ["snapkv:budget=64,window=8", "h2o:budget=64", "cake:budget=64,window=8"]
+METHODS = ["snapkv:budget=64,window=8", "h2o:budget=64", "cake:budget=64,window=8,tau1=1.6,tau2=0.4"]
 CONTEXTS = [f"def function_{n}(x):\n    return x * {n % 7}\n\n" * (6 + n) for n in range(3)]
 QUESTIONS = ["#get ab=", "#get cd=", "what is function_2?"]
 CHAT = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] | trim }}</s>{% endfor %}<assistant>"
