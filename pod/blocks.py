@@ -19,6 +19,7 @@ import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,61 @@ FORMAT_VERSION = 1
 METHODS = ("greedy", "sum", "worst")  # of `for_saving`
 # Similarities are averages of many float32 numbers: so much above 1, below 0 or off symmetry is rounding, not an error.
 SIMILARITY_TOLERANCE = 1e-4
+
+
+Unit = tuple[int, int]  # a block of one KV head: its anchor layer, the head
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Who shares with whom, as integers; a layer's heads are stored with its anchors first, each kind in one piece.
+
+    Attributes:
+        anchors: [L][H_kv] the anchor layer of each.
+        orders: [L][H_kv] the KV heads in storage order.
+        num_anchors: [L] how many of them, the first ones, are anchors.
+        score_heads: [L] the anchors whose distant scores a later layer reads.
+        ends: [L][H_kv] whether the block of the head ends in this layer.
+        last_layers: of each block.
+        sizes: layers of each block.
+    """
+
+    anchors: tuple[tuple[int, ...], ...]
+    orders: tuple[tuple[int, ...], ...]
+    num_anchors: tuple[int, ...]
+    score_heads: tuple[tuple[int, ...], ...]
+    ends: tuple[tuple[bool, ...], ...]
+    last_layers: dict[Unit, int]
+    sizes: dict[Unit, int]
+
+    @classmethod
+    def of(cls, anchors: list[list[int]]) -> Layout:
+        """The layout of a table of anchors [L][H_kv]."""
+        heads = range(len(anchors[0]))
+        last_layers = {(anchor, head): layer for layer, row in enumerate(anchors) for head, anchor in enumerate(row)}
+        sizes = {unit: last - unit[0] + 1 for unit, last in last_layers.items()}
+        own = [[head for head in heads if row[head] == layer] for layer, row in enumerate(anchors)]
+        return cls(
+            tuple(map(tuple, anchors)),
+            tuple((*mine, *(head for head in heads if head not in mine)) for mine in own),
+            tuple(map(len, own)),
+            tuple(tuple(head for head in mine if sizes[layer, head] > 1) for layer, mine in enumerate(own)),
+            tuple(
+                tuple(last_layers[anchor, head] == layer for head, anchor in enumerate(row))
+                for layer, row in enumerate(anchors)
+            ),
+            last_layers,
+            sizes,
+        )
+
+    def units(self, layer: int) -> list[Unit]:
+        """The blocks of a layer's heads, in storage order."""
+        return [(self.anchors[layer][head], head) for head in self.orders[layer]]
+
+    def place(self, unit: Unit) -> int:
+        """Where in its anchor layer's storage order a block's head is."""
+        anchor, head = unit
+        return self.orders[anchor].index(head)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -171,6 +227,14 @@ class LayerBlocks:
         return cls(layers - layers % size, {"size": size})
 
     # What the blocks say
+
+    def layout(self) -> Layout:
+        """Who shares with whom, and in which order heads are stored; computed once."""
+        return self._layout
+
+    @cached_property
+    def _layout(self) -> Layout:
+        return Layout.of(self.anchors.tolist())
 
     @property
     def num_layers(self) -> int:

@@ -1,7 +1,7 @@
 """The PoD cache: a transformers `Cache` that counts tokens, and hands each layer's keys and values to its storage.
 
-Which storage depends on the eviction method: `pod.cache_storage` keeps every token, `pod.eviction.manager` evicts by
-scores, `pod.eviction.storage` is for methods that organise storage themselves.
+Which storage depends on the eviction method: `pod.slot_storage` keeps every token or evicts by scores,
+`pod.eviction.storage` is for methods that organise storage themselves.
 """
 
 import copy
@@ -21,15 +21,14 @@ from transformers.configuration_utils import PreTrainedConfig
 from pod.blocks import LayerBlocks
 from pod.cache_file import read_cache, write_cache
 from pod.cache_rows import Rows, Step
-from pod.cache_storage import KeepingStorage
 from pod.config import whole_number
 from pod.eviction import hyper_parameters, of_hyper_parameters
 from pod.eviction.base import Eviction
-from pod.eviction.manager import EvictingStorage
 from pod.eviction.quest import Quest
 from pod.eviction.shares import RowStores
 from pod.eviction.storage import Rotary, StoragePolicy, Store, real_tokens, strides
 from pod.eviction.streaming import WindowAttention
+from pod.slot_storage import SlotStorage
 from pod_kernels import Quantization, SkipStats
 
 
@@ -55,7 +54,7 @@ class PodCache(Cache):
             grows by 8 tokens and a 32nd, or by an eighth if that is less, and `generate` says how long the text will
             get (`expect`). Methods that organise storage need none: theirs has a fixed size.
         eviction: a method of `pod.eviction`, such as `SnapKV(budget=4096)`; None keeps every token. What is stored then
-            is described in `pod.eviction.manager` and `pod.eviction.storage`; with Quest it is everything, and pages. A
+            is described in `pod.slot_storage` and `pod.eviction.storage`; with Quest it is everything, and pages. A
             budget that is a share, `SnapKV(budget=0.25)`, comes to tokens in the first prefill, of each row's own.
         tau: early skip: at decode, in layers that are no anchors, a query head whose gate is at least tau leaves the
             distant tokens out, 0 to 1; the config's when None, and if that is None too, nothing is skipped.
@@ -136,25 +135,22 @@ class PodCache(Cache):
         self._padding: tuple[int, Tensor] | None = None  # its first column, and with how many of padding it begins
         self._is_counted = True  # False while a forward is counted, and between its pieces
         self._dtype: torch.dtype | None = None  # of what the model computes
-        num_anchors = self.blocks.is_anchor.sum(dim=1).tolist()
-        # Storage order of the heads: a layer's anchors first, so that each kind is one piece of memory.
-        orders = [tuple(torch.argsort((~own).to(torch.int8), stable=True).tolist()) for own in self.blocks.is_anchor]
-        if config.share == "kv":
-            orders = [order[:count] for order, count in zip(orders, num_anchors, strict=True)]
-        # The storage, under the name of its kind too; a store organises itself and does all of the work.
-        self._keeping: KeepingStorage | None = None
-        self._evicting: EvictingStorage | None = None
         self.store: Store | None = None
-        layout = orders, num_anchors, max_length, crop_slack
-        if isinstance(eviction, Eviction):
-            self._evicting = EvictingStorage(config, eviction, self._rows, *layout, quantization)
-        elif eviction is not None and eviction.is_share and not isinstance(eviction, Quest):
-            self.store = RowStores(eviction, config, self.blocks, self._rows)
-        elif eviction is not None:
-            self.store = eviction.make_store(config, self.blocks)
-        if self._evicting is None and self.store is None:
-            self._keeping = KeepingStorage(config, self._rows, *layout, self.tau, eviction, quantization)
-        self._storage = self._keeping or self._evicting or self.store
+        if eviction is None or isinstance(eviction, Eviction | Quest):
+            self._storage = SlotStorage(
+                config,
+                self._rows,
+                method=eviction if isinstance(eviction, Eviction) else None,
+                quest=eviction if isinstance(eviction, Quest) else None,
+                tau=self.tau,
+                quantization=quantization,
+                max_length=max_length,
+                crop_slack=crop_slack,
+            )
+        elif eviction.is_share:
+            self._storage = self.store = RowStores(eviction, config, self.blocks, self._rows)
+        else:
+            self._storage = self.store = eviction.make_store(config, self.blocks)
 
     # ------------------------------------------------------------------ what transformers asks
 
@@ -162,7 +158,7 @@ class PodCache(Cache):
 
     @property
     def is_croppable(self) -> bool:
-        return self.store is None and (self._evicting is None or not self._evicting.evicts_at_steps)
+        return self.store is None and self._storage.is_croppable
 
     def __len__(self) -> int:
         return self.blocks.num_layers
@@ -212,7 +208,7 @@ class PodCache(Cache):
 
     @property
     def stats(self) -> SkipStats:
-        return SkipStats() if self._keeping is None else self._keeping.stats.collect()
+        return SkipStats() if self.store is not None else self._storage.stats.collect()
 
     # ------------------------------------------------------------------ size
 
@@ -221,7 +217,7 @@ class PodCache(Cache):
         return sum(storage.untyped_storage().nbytes() for storage in self.storages())
 
     def expected_nbytes(self, length: int, batch: int = 1, itemsize: int = 2) -> int:
-        """Bytes by the formula of `pod.cache_storage` for `length` tokens in each of `batch` rows, none evicted.
+        """Bytes by the formula of `pod.slot_storage` for `length` tokens in each of `batch` rows, none evicted.
 
         Quest's pages, two vectors each, are in it, and quantization's scales and open groups.
         """
@@ -267,23 +263,23 @@ class PodCache(Cache):
         if self._in_prefill:
             raise ValueError("cache.prefill() is already open: close it before opening another")
         self._in_prefill = True
-        if self._evicting is not None:
-            self._evicting.open_prefill()
+        if self.store is None:
+            self._storage.open_prefill()
         try:
             yield
             self._close_prefill()
         finally:
             self._in_prefill = False
-            if self._evicting is not None:
-                self._evicting.abandon_prefill()
+            if self.store is None:
+                self._storage.abandon_prefill()
 
     @_outlives_inference
     def _close_prefill(self) -> None:
         if self._rows.lengths is not None:
             self._take_share(self._rows.lengths.tolist)
-        if self._evicting is not None:
+        if self.store is None:
             self._take_back()
-            self._evicting.close_prefill(self._rows.lengths)
+            self._storage.close_prefill()
 
     @property
     def rotates(self) -> bool:
@@ -472,21 +468,18 @@ class PodCache(Cache):
 
     def host_state(self) -> tuple:
         """What the host counts of the tokens stored."""
-        stored = None if self._evicting is None else self._evicting.host_state()
-        return self._rows.host_counts(), self._step, stored
+        return self._rows.host_counts(), self._step, self._storage.host_state()
 
     def set_host_state(self, state: tuple) -> None:
         """Put back what `host_state` said."""
         counts, self._step, stored = state
         vars(self._rows).update(counts)
-        if stored is not None:
-            self._evicting.set_host_state(stored)
+        self._storage.set_host_state(stored)
 
     def advance(self) -> None:
         """Count one token more in every row, which a CUDA graph stores."""
         self._rows.count(1, 1)
-        if self._evicting is not None:
-            self._evicting.advance()
+        self._storage.advance()
 
     @_outlives_inference
     def attend(
@@ -523,7 +516,7 @@ class PodCache(Cache):
     @_outlives_inference
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store one layer's keys and values [B, H_kv, T, D] without attention, in a cache that keeps every token."""
-        self._keeping.write(layer, k, v)
+        self._storage.store(layer, k, v)
 
     # ------------------------------------------------------------------ rows
 
@@ -611,8 +604,7 @@ class PodCache(Cache):
                 f"are taken back already and the shortest row holds {shortest}. Make the cache with a larger "
                 "crop_slack."
             )
-        if self._evicting is not None:
-            self._evicting.check_crop(removed)
+        self._storage.check_crop(removed)
         if self._rows.columns - removed < self._rows.end_of_padding():
             raise ValueError(
                 f"cannot take back {removed} tokens: some of them are padding of a turn whose rows had different "
@@ -654,7 +646,7 @@ class PodCache(Cache):
         }
         more, storage = self._storage.state()
         tensors = rows.tensors() | more
-        facts |= {"storage": storage} if self._keeping is None else storage
+        facts["storage"] = storage
         write_cache(path, tensors, facts, self.config)
 
     @classmethod
@@ -689,9 +681,9 @@ class PodCache(Cache):
         self.may_grow = facts["may_grow"]
         held = {name: facts[name] for name in self._rows.host_counts()}
         vars(self._rows).update(held, lengths=tensors.get("lengths"), padding=tensors.get("padding"))
-        if self._keeping is not None:
-            self._keeping.stats = SkipStats(**facts["stats"])
-        self._storage.restore(tensors, facts["storage"] if self._keeping is None else facts)
+        if self.store is None:
+            self._storage.stats = SkipStats(**facts["stats"])
+        self._storage.restore(tensors, facts["storage"])
         self._dtype = next((tensor.dtype for tensor in self.storages() if tensor.is_floating_point()), None)
 
 

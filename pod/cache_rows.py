@@ -25,6 +25,7 @@ class Step:
         before: [B] int64, real tokens of each row before the forward.
         length: the longest row after it.
         even: every row has the same tokens, none of them padding.
+        all_real: none of the new tokens is padding.
         is_first: the cache was empty.
         in_prefill: it is one of several forwards that are one prefill.
         masks: what the layers' attention has in common.
@@ -35,6 +36,7 @@ class Step:
     before: Tensor
     length: int
     even: bool
+    all_real: bool
     is_first: bool
     in_prefill: bool
     masks: Masks = field(default_factory=dict)
@@ -192,7 +194,7 @@ class Rows:
             positions = (positions - (count - real[:, None])).masked_fill(~mask, -1)
             longest = int((self.lengths + real).max())
         even = self.even and mask is None
-        return Step(positions, self.lengths.clone(), longest, even, self.columns == 0, in_prefill)
+        return Step(positions, self.lengths.clone(), longest, even, mask is None, self.columns == 0, in_prefill)
 
     def add(self, step: Step) -> None:
         """Count what a forward has added."""

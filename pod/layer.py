@@ -42,15 +42,12 @@ class PodAttention:
         Args:
             blocks: the model's blocks.
         """
-        anchors = blocks.anchors
-        heads = range(anchors.shape[1])
-        ends = self.layer_idx + 1 == anchors.shape[0]
-        self.anchor_of = tuple(int(anchors[self.layer_idx, g]) for g in heads)
-        self.is_anchor = tuple(anchor == self.layer_idx for anchor in self.anchor_of)
+        layout, layer = blocks.layout(), self.layer_idx
+        self.is_anchor = tuple(anchor == layer for anchor in layout.anchors[layer])
         self.has_keys = self.config.share != "kv" or any(self.is_anchor)
         self.measure_gate = False  # validation switches it on
         self.gate: Tensor | None = None  # mean share of the softmax on proximal tokens, of the last forward
-        self.goes_on = tuple(not ends and int(anchors[self.layer_idx + 1, g]) == self.anchor_of[g] for g in heads)
+        self.goes_on = tuple(not ends for ends in layout.ends[layer])
 
     def project(self, hidden_states: Tensor, has_keys: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """[B, T, hidden] -> queries [B, T, H * D], keys and values [B, T, H_kv * D], before norm and RoPE.

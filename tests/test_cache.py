@@ -614,14 +614,14 @@ def test_nothing_is_reallocated_while_decoding(which, lengths):
 
     after_prefill = pointers()
     new, logits, mask = greedy(model, cache, first, 1, mask)
-    workspace = cache._keeping.workspace
+    workspace = cache._storage.workspace
     assert (workspace is None) == (which[1] == "keys")
     held = [workspace.data_ptr() if workspace is not None else None]
     nbytes = cache.nbytes()
     for _ in range(100):
         _, logits, mask = greedy(model, cache, logits, 1, mask)
         assert pointers() == after_prefill
-        assert [cache._keeping.workspace.data_ptr() if cache._keeping.workspace is not None else None] == held
+        assert [cache._storage.workspace.data_ptr() if cache._storage.workspace is not None else None] == held
     assert cache.get_seq_length() == 121 and cache.nbytes() == nbytes
 
 

@@ -7,9 +7,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pod
-from pod import graph
+from pod import graph, slot_storage
 from pod import model as models
-from pod.eviction import H2O, AdaKV, PyramidKV, SageKV, SnapKV, manager
+from pod.eviction import H2O, AdaKV, PyramidKV, SageKV, SnapKV
 
 splits = pytest.importorskip("pod_kernels.splits", reason="triton is not installed")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -120,7 +120,7 @@ def replays_equal_steps(model, steps, replays, monkeypatch, method, **options):
     assert cache.host_state() == plain.host_state() and cache.nbytes() == plain.nbytes()
     assert all(torch.equal(one, other) for one, other in zip(cache.storages(), plain.storages(), strict=True))
     if isinstance(method, AdaKV):
-        first, second = cache._evicting.units.tables[0].slots.sizes
+        first, second = cache._storage.tables[0].slots.sizes
         assert first != second  # ragged heads
     # What the host has counted is right for what comes after the replays, too.
     for layer in range(len(model.config.blocks.anchors)):
@@ -136,14 +136,14 @@ def replays_equal_steps(model, steps, replays, monkeypatch, method, **options):
 @pytest.mark.parametrize("method", AFTER_THE_PROMPT, ids=lambda method: type(method).__name__)
 def test_a_replay_after_eviction_is_a_step(method, anchors, monkeypatch):
     """Torch's own attention after eviction follows from the device as the kernels' does, so it can show the same."""
-    monkeypatch.setattr(manager, "runs_triton", lambda tensor: True)
+    monkeypatch.setattr(slot_storage, "runs_triton", lambda tensor: True)
     replays = {"captured": 1, "replayed": 16}
     replays_equal_steps(tiny(anchors), 19, replays, monkeypatch, method, max_length=60, lengths=(23, 3, 16))
 
 
 @pytest.mark.parametrize("method", AFTER_THE_PROMPT, ids=lambda method: type(method).__name__)
 def test_between_two_growths_steps_are_replayed(method, monkeypatch):
-    monkeypatch.setattr(manager, "runs_triton", lambda tensor: True)
+    monkeypatch.setattr(slot_storage, "runs_triton", lambda tensor: True)
     monkeypatch.setattr(pod.PodCache, "expect", lambda cache, length: None)  # as where drafts go beyond the length
     method = type(method)(budget=40, **{"window": 4} if hasattr(method, "window") else {"query_aware": False})
     # An eighth of 40 beside the token that comes: of six steps one grows, one finds the storage there, one is captured.
@@ -153,7 +153,7 @@ def test_between_two_growths_steps_are_replayed(method, monkeypatch):
 
 @pytest.mark.parametrize("method", AFTER_THE_PROMPT, ids=lambda method: type(method).__name__)
 def test_a_cache_that_generate_tells_the_length_has_one_graph(method, monkeypatch):
-    monkeypatch.setattr(manager, "runs_triton", lambda tensor: True)
+    monkeypatch.setattr(slot_storage, "runs_triton", lambda tensor: True)
     method = type(method)(budget=40, **{"window": 4} if hasattr(method, "window") else {"query_aware": False})
     replays = {"captured": 1, "replayed": 16}
     replays_equal_steps(tiny(ANCHORS), 19, replays, monkeypatch, method, lengths=(90, 70))

@@ -165,11 +165,8 @@ class Followed:
         cache.attend = self
 
     def __call__(self, index: int, *states) -> Tensor:
-        out, evicting = self.attend(index, *states), self.cache._evicting
-        layer, other = (
-            one._keeping.segments[index] if evicting is None else one._evicting.units.layers[index]
-            for one in (self.cache, self.ahead)
-        )
+        out = self.attend(index, *states)
+        layer, other = (one._storage.layers[index] for one in (self.cache, self.ahead))
         spec = self.ahead.quantization
         for is_key, part, held in ((False, layer.values, other.values), (True, layer.keys, other.keys)):
             assert isinstance(held, QuantizedSegments) or not part.data.numel()
@@ -177,7 +174,7 @@ class Followed:
             for place, head in enumerate(layer.order[: layer.num_anchors] if is_key else layer.order):
                 for row in range(part.offsets.shape[0]):
                     used = int(self.cache._step.positions[row, -1]) + 1
-                    if evicting is not None:
+                    if self.cache.eviction is not None:
                         used = int((self.cache.positions(index)[row, head] >= 0).sum())
                     start, key = int(part.offsets[row, place]), (index, is_key, place, row)
                     run, found = part.data[start : start + used], held.run(place, row)[:used]
@@ -228,7 +225,9 @@ def test_bytes_are_freed_and_the_formula(which):
             assert cache.nbytes() == sum(storage.untyped_storage().nbytes() for storage in cache.storages())
             plain = pod.PodCache(model.config, crop_slack=0).expected_nbytes(length, batch=2, itemsize=4)
             assert cache.nbytes() < (1 - least) * plain
-            assert cache._keeping.full is None  # no layer stays in full precision
+            parts = [part for layer in cache._storage.layers for part in (layer.values, layer.keys)]
+            kinds = {type(part) for part in parts if part.sizes}
+            assert kinds == {QuantizedSegments}  # no layer stays in full precision
 
 
 @pytest.mark.parametrize("max_length", [None, 330])
@@ -310,7 +309,7 @@ def test_what_has_grown_is_quantised_from_where_it_pays():
     )
     for count in (20, 5, 90, 1, 1):
         outs = [fed(model, one, tokens(2, count)) for one in (cache, plain)]
-        kinds.append(type(cache._keeping.segments[0].values))
+        kinds.append(type(cache._storage.layers[0].values))
         assert cache.nbytes() <= plain.nbytes()
         if kinds[-1] is Segments:
             assert_close(*outs)

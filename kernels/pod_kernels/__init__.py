@@ -2,17 +2,15 @@
 
 from pod_kernels import reference
 from pod_kernels.attention import shared_score_attention
-from pod_kernels.cached import cached_attention
-from pod_kernels.packed import PackedLayer, attention_weights, packed_attention
+from pod_kernels.cached import attention_weights, cached_attention
 from pod_kernels.pages import paged_attention, refresh_pages
 from pod_kernels.quantized import Quantization, QuantizedSegments
-from pod_kernels.segments import LayerSegments, Segments
+from pod_kernels.segments import LayerSlots, Segments
 from pod_kernels.skipping import SkipStats
 
 __all__ = [
-    "LayerSegments",
+    "LayerSlots",
     "Segments",
-    "PackedLayer",
     "Quantization",
     "QuantizedSegments",
     "SkipStats",
@@ -22,5 +20,4 @@ __all__ = [
     "refresh_pages",
     "reference",
     "shared_score_attention",
-    "packed_attention",
 ]

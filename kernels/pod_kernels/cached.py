@@ -1,41 +1,47 @@
-"""Attention of a few queries to a cache: decoding, and prefill in chunks.
+"""Attention of a few queries to a cache: decoding, and prefill in chunks; nothing evicted, or tokens of any positions.
 
-Legend: B rows, H query heads, H_kv KV heads, G = H / H_kv, T queries, D head dimension, N stored positions, A anchor
-heads of the layer, S = H_kv - A its other heads.
+Legend: B rows, H query heads, H_kv KV heads, G = H / H_kv, T queries, D head dimension, C slots of a segment, A anchor
+heads of the layer, S = H_kv - A its other heads, M places for own keys.
 
 At decode an anchor head leaves the logits of its query in the cache's workspace. The block's other layers read those
 numbers for distant positions, put their own logits in the place of the proximal ones, and never touch a distant key
-(PoD, arXiv 2412.02252, section 2.3). With several queries the workspace would be [H, T, N], so the logits are computed
-again from the anchor's queries and keys, a few queries at a time.
+(PoD, arXiv 2412.02252, section 2.3). With several queries the workspace would be [H, T, C], so the logits are computed
+again from the anchor's queries and keys, a few queries at a time. Positions are those of the text (RoPE is absolute),
+so proximal and distant mean the same whether tokens were evicted or not.
 
-`reference_cached_attention` is the truth: plain loops over rows and heads. `cached_attention` is the same, batched.
+`reference_cached_attention` is the truth: plain loops over rows and heads. `cached_attention` is the same, batched:
+segments of one size at once.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from pod_kernels.backend import runs_triton
-from pod_kernels.segments import LayerSegments, Segments
+from pod_kernels.segments import HeadOf, LayerSlots, Piece
 from pod_kernels.skipping import SkipStats, attend_skipping
 
 # Logits that one chunk of queries may materialise; 2**25 float32 numbers are 128 MiB.
 MAX_LOGITS = 2**25
 
+LOWEST = torch.finfo(torch.float32).min
 Masks = dict[str | tuple[str, int], Tensor]  # masks and indices that all layers of one forward share
 
 
 def reference_cached_attention(
     q: Tensor,
-    layer: LayerSegments,
+    layer: LayerSlots,
     *,
     positions: Tensor,
-    lengths: Tensor,
-    length: int,
+    table: tuple[HeadOf, ...] | None = None,
+    unused: int = 0,
+    sees_all: bool = False,
     scores: Tensor | None = None,
     score_heads: tuple[int, ...] = (),
     q_distant: Tensor | None = None,
-    distant_keys: tuple[tuple[Segments, int], ...] = (),
-    new_keys: Tensor | None = None,
+    distant_keys: tuple[HeadOf, ...] = (),
     scale: float | None = None,
     tau: float | None = None,
     stats: SkipStats | None = None,
@@ -50,14 +56,23 @@ def reference_cached_attention(
     lse = torch.full((batch, heads, count), -torch.inf, device=q.device)
     gate = torch.ones(batch, heads, count, device=q.device)
 
-    def stored(segments: Segments, row: int, head: int) -> Tensor:
+    def stored(part: HeadOf, row: int) -> Tensor:
+        segments, head = part
         offset = int(segments.offsets[row, head])
-        return segments.data[offset : offset + int(segments.capacities[row, head])].float()
+        return segments.data[offset : offset + int(segments.capacities[row, head])]
+
+    def own_keys(row: int, shared: int) -> list[tuple[int, Tensor]]:
+        """(position, key) of the proximal tokens that one of the other heads knows."""
+        known = layer.near_positions
+        known = layer.ring_positions(positions[:, 0] + 1)[None] if known is None else known
+        near = known.expand(len(layer.near_keys), -1, -1)[shared, row]
+        return list(zip(near.tolist(), layer.near_keys[shared, row].float(), strict=True))
 
     for row in range(batch):
-        near_positions = layer.near_positions(lengths)[row].tolist() if len(layer.order) > layer.num_anchors else []
         for place, kv_head in enumerate(layer.order):
             shared = place - layer.num_anchors
+            values = stored((layer.values, place), row).float()
+            held = range(len(values)) if table is None else stored(table[place], row)[:, 0].tolist()
             skips = []
             for head in range(kv_head * groups, (kv_head + 1) * groups):
                 for query in range(count):
@@ -65,107 +80,107 @@ def reference_cached_attention(
                     if position < 0:
                         continue
                     own = q[row, head, query].float()
-                    seen = position + 1
+                    seen = [slot for slot, at in enumerate(held) if 0 <= at <= position]
+                    slot_of = {held[slot]: index for index, slot in enumerate(seen)}
                     if shared < 0:
-                        logits = stored(layer.keys, row, place)[:seen] @ own * scale
+                        logits = stored((layer.keys, place), row)[seen].float() @ own * scale
                         if scores is not None and kv_head in score_heads:
-                            scores[kv_head, row, head % groups, query, :seen] = logits
+                            scores[kv_head, row, head % groups, query, seen] = logits
                     elif scores is not None:
-                        logits = scores[kv_head, row, head % groups, query, :seen].float().clone()
+                        logits = scores[kv_head, row, head % groups, query, seen].float().clone()
                     else:
-                        segments, index = distant_keys[shared]
-                        logits = stored(segments, row, index)[:seen] @ q_distant[row, head, query].float() * scale
-                    if shared >= 0:
-                        keys = list(zip(near_positions, stored(layer.near, row, shared), strict=True))
-                        if new_keys is not None:
-                            keys += list(zip(positions[row].tolist(), new_keys[row, shared].float(), strict=True))
-                        for key_position, key in keys:
-                            proximal = key_position < layer.sink_size or position - key_position < layer.recent_size
-                            if 0 <= key_position <= position and proximal:
-                                logits[key_position] = key @ own * scale
+                        keys = stored(distant_keys[shared], row)[seen].float()
+                        logits = keys @ q_distant[row, head, query].float() * scale
+                    near = [at < layer.sink_size or position - at < layer.recent_size for at in slot_of]
+                    for at, key in own_keys(row, shared) if shared >= 0 else ():
+                        if at in slot_of and near[slot_of[at]]:
+                            logits[slot_of[at]] = key @ own * scale
                     weights = torch.softmax(logits, dim=0)
                     lse[row, head, query] = torch.logsumexp(logits, dim=0)
-                    distant = slice(layer.sink_size, max(layer.sink_size, seen - layer.recent_size))
-                    gate[row, head, query] = 1 - weights[distant].sum()
+                    is_distant = ~torch.tensor(near, dtype=torch.bool, device=q.device)
+                    gate[row, head, query] = 1 - weights[is_distant].sum()
                     if shared >= 0 and count == 1 and tau is not None:
                         skips.append(bool(gate[row, head, query] >= tau))
                         if skips[-1]:
-                            logits[distant] = -torch.inf
-                            weights = torch.softmax(logits, dim=0)
-                    out[row, head, query] = (weights @ stored(layer.values, row, place)[:seen]).to(q.dtype)
+                            weights = torch.softmax(logits.masked_fill(is_distant, -torch.inf), dim=0)
+                    out[row, head, query] = (weights @ values[seen]).to(q.dtype)
             if skips and stats is not None:
-                stats.add(skips, distant.stop - distant.start)
-    return _results(out, lse, gate, return_lse, return_gate)
+                stats.add(skips, int(is_distant.sum()))
+    return _results(out, (lse, return_lse), (gate, return_gate))
 
 
-def _results(out: Tensor, lse: Tensor, gate: Tensor, return_lse: bool, return_gate: bool) -> Tensor | tuple:
-    results = [out] + [lse] * return_lse + [gate] * return_gate
-    return results[0] if len(results) == 1 else tuple(results)
+def _results(out: Tensor, *others: tuple[Tensor | None, bool]) -> Tensor | tuple[Tensor, ...]:
+    """`out`, and of the others those that are wanted."""
+    wanted = [tensor for tensor, is_wanted in others if is_wanted]
+    return (out, *wanted) if wanted else out
 
 
 def cached_attention(
     q: Tensor,
-    layer: LayerSegments,
+    layer: LayerSlots,
     *,
     positions: Tensor,
-    lengths: Tensor,
-    length: int,
-    is_even: bool = False,
+    table: tuple[HeadOf, ...] | None = None,
+    unused: int = 0,
+    sees_all: bool = False,
     scores: Tensor | None = None,
     score_heads: tuple[int, ...] = (),
     q_distant: Tensor | None = None,
-    distant_keys: tuple[tuple[Segments, int], ...] = (),
-    new_keys: Tensor | None = None,
+    distant_keys: tuple[HeadOf, ...] = (),
     scale: float | None = None,
     masks: Masks | None = None,
     tau: float | None = None,
     stats: SkipStats | None = None,
     return_lse: bool = False,
     return_gate: bool = False,
+    return_weights: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
-    """Attention of T queries to everything the cache holds up to each of them.
+    """Attention of T queries to everything that the cache holds up to each of them.
 
-    The queries' own values, and the anchor heads' own keys, are in the cache already. The other heads' own keys are
-    either in `layer.near` (one query: the ring has room for it) or in `new_keys` (several: writing them first would
-    push out ring entries that the first queries still need).
+    The queries' own keys and values are in the cache already. Several queries need own keys with their positions: in a
+    ring, the last ones would have pushed out entries that the first ones still need.
 
     Args:
         q: [B, H, T, D].
-        layer: the layer's segments.
+        layer: the layer's slots.
         positions: [B, T] int64, each query's position in its row, -1 for padding.
-        lengths: [B] int64, tokens that `layer.near` was written with.
-        length: N, one more than the largest position.
-        is_even: the last query of every row is at position N - 1. One query then needs neither mask nor index.
-        scores: the cache's workspace [H_kv, B, G, T, >= N] float32. Anchor heads write their logits into it, the other
-            heads read those of their anchor. None: the other heads compute them from `q_distant` and `distant_keys`.
+        table: for each KV head in storage order, where the positions of its slots lie ([S, 1] int32, -1 for an empty
+            slot); None: slot = position.
+        unused: so many last slots of every segment hold nothing.
+        sees_all: the one query of every row sees all slots but these: it then needs neither mask nor index.
+        scores: the cache's workspace [H_kv, B, G, 1, >= C - unused] float32. Anchor heads write their logits into it,
+            the other heads read those of their anchor. None: they compute them from `q_distant` and `distant_keys`.
         score_heads: the KV heads among the anchors whose logits a later layer reads.
         q_distant: [B, H, T, D] queries for distant logits (the anchor's; the layer's own under `share: keys`).
         distant_keys: for each of the S other heads, in storage order, the anchor's key segments and the head in them.
-        new_keys: [B, S, T, D] the other heads' own keys of the queries' tokens, when not yet in `layer.near`.
         scale: factor on every logit; D ** -0.5 when None.
         masks: what all layers of a forward have in common is kept here: an empty dictionary for every forward.
-        tau: with one query, heads that are no anchors leave distant tokens out where the gate is at least tau; see
-            `pod_kernels.skipping`. None leaves out none.
+        tau: with one query and no table, heads that are no anchors leave distant tokens out where the gate is at least
+            tau; see `pod_kernels.skipping`. None leaves out none.
         stats: what tau decided is added to it.
         return_lse, return_gate: also return [B, H, T] float32 each, as `shared_score_attention` does, whatever tau is.
+        return_weights: also return the anchor heads' weights.
 
     Returns:
-        out [B, H, T, D] in q's dtype, zero at padding (+ lse, gate).
+        out [B, H, T, D] in q's dtype, zero at padding (+ lse, gate, weights [A, B, G, T, C] float32 in storage order
+        with C the largest capacity, zero for slots that are not seen).
 
     Source:
-        PoD (arXiv 2412.02252), Eq. 3, 4 and section 2.3.
+        PoD (arXiv 2412.02252), Eq. 3, 4 and section 2.3; over the tokens that are kept.
     """
     batch, heads, count, dim = q.shape
     kv_heads, anchors = len(layer.order), layer.num_anchors
     groups = heads // kv_heads
     scale = dim**-0.5 if scale is None else scale
-    if count == 1 and new_keys is None and runs_triton(q):
+    weights = None
+    if count == 1 and runs_triton(q):
         from pod_kernels.decode import cached_decode  # imports triton
 
-        out, lse, gate = cached_decode(
+        out, lse, gate, weights = cached_decode(
             q,
             layer,
             positions=positions,
+            table=table,
             scores=scores,
             score_heads=score_heads,
             q_distant=q_distant,
@@ -173,85 +188,179 @@ def cached_attention(
             scale=scale,
             tau=tau,
             stats=stats,
+            return_weights=return_weights,
         )
-        return _results(out, lse, gate, return_lse, return_gate)
-    masks = {} if masks is None else masks
-    has_shared = anchors < kv_heads
-    # One query that sees all there is: what is proximal lies in two or three runs.
-    in_runs = is_even and count == 1 and new_keys is None
+        return _results(out, (lse, return_lse), (gate, return_gate), (weights, return_weights))
 
     def grouped(tensor: Tensor) -> Tensor:  # [B, H, T, D] -> [H_kv, B, G, T, D] in storage order
         return layer.stored(tensor.view(batch, kv_heads, groups, count, dim).transpose(0, 1))
 
-    q = grouped(q)
-    q_distant = grouped(q_distant)[anchors:] if q_distant is not None else None
-    values = layer.values.rectangle[:, :, :length]
-    near_keys = near_positions = None
-    if has_shared:
-        near_keys = layer.near.rectangle
-        if new_keys is not None:
-            near_keys = torch.cat([near_keys, new_keys.transpose(0, 1)], dim=2)
-        if not in_runs:
-            if "near" not in masks:
-                known = layer.near_positions(lengths)
-                masks["near"] = known if new_keys is None else torch.cat([known, positions], dim=1)
-            near_positions = masks["near"]
+    def by_head(tensor: Tensor) -> Tensor:  # [H_kv, B, G, T, ..] in storage order -> [B, H, T, ..]
+        return layer.by_head(tensor).transpose(0, 1).flatten(1, 2)
 
-    # What is no proximal key of its query is written to one spare column, so that no mask is turned into indices.
-    width = length + (has_shared and not in_runs)
-    chunk = max(1, min(count, MAX_LOGITS // max(1, batch * heads * length)))
-    pieces = []
-    for first in range(0, count, chunk):
-        part = slice(first, first + chunk)
-        at = positions[:, part]
-        logits = q.new_empty(kv_heads, batch, groups, at.shape[1], width, dtype=torch.float32)
-        if anchors:
-            _products(q[:anchors, :, :, part], layer.keys.rectangle[:, :, :length], scale, logits[:anchors])
-            for place in range(anchors):
-                if scores is not None and layer.order[place] in score_heads:
-                    scores[layer.order[place], ..., part, :length] = logits[place, ..., :length]
-        if has_shared:
-            if scores is None:
-                for place, (segments, index) in enumerate(distant_keys):
-                    keys = segments.rectangle[index : index + 1, :, :length]
-                    query = q_distant[place : place + 1, :, :, part]
-                    _products(query, keys, scale, logits[anchors + place : anchors + place + 1])
+    asked = _Asked(
+        layer,
+        grouped(q),
+        None if q_distant is None else grouped(q_distant),
+        positions,
+        scores,
+        score_heads,
+        distant_keys,
+        table is None,
+        scale,
+        {} if masks is None else masks,
+    )
+    out = torch.empty_like(asked.q)
+    lse, gate = (
+        q.new_empty(out.shape[:4], dtype=torch.float32) if wanted else None for wanted in (return_lse, return_gate)
+    )
+    if return_weights:
+        widest = max((max(head) for head in layer.keys.sizes), default=0)
+        weights = q.new_zeros(anchors, batch, groups, count, widest, dtype=torch.float32)
+    for piece in layer.values.pieces():
+        heads_here, rows = slice(piece.head, piece.head + piece.heads), slice(piece.row, piece.row + piece.rows)
+        num_own = min(max(anchors - piece.head, 0), piece.heads)  # anchor heads of this piece
+        # One query that sees all there is needs no index where its proximal keys lie in the runs of a ring.
+        in_runs = num_own == piece.heads or (sees_all and layer.near_positions is None)
+        width = piece.capacity - unused
+        values = layer.values.view(piece)[:, :, :width]
+        held = None
+        if table is not None and (return_gate or not sees_all):
+            held = pad(_gathered(table[heads_here], piece)[:, :, :width, 0], (0, 1), value=-1)
+        chunk = max(1, min(count, MAX_LOGITS // max(1, piece.heads * piece.rows * groups * width)))
+        for first in range(0, count, chunk):
+            part = slice(first, first + chunk)
+            here, at = (heads_here, rows, slice(None), part), positions[rows, part]
+            logits = asked.logits(piece, num_own, part, width, in_runs)
+            columns = logits.shape[-1]
+            seen = None if held is None else held[..., :columns]
+            if not sees_all:
+                logits.masked_fill_(_hidden(at, columns, seen, asked.masks, chunk == count), LOWEST)
+            if columns > width:
+                logits[..., width:].fill_(LOWEST)
+            softmax = torch.softmax(logits, dim=-1)
+            if tau is None or count > 1 or num_own == piece.heads:
+                attended = softmax[..., :width].to(values.dtype).flatten(2, 3) @ values
             else:
-                for place in range(anchors, kv_heads):
-                    logits[place, ..., :length] = scores[layer.order[place], ..., part, :length]
-            own = _products(q[anchors:, :, :, part], near_keys, scale)
-            if in_runs:
-                for position, slot, run in layer.proximal_runs(length):
-                    logits[anchors:, ..., position : position + run] = own[..., slot : slot + run]
-            else:
-                _put_proximal(logits[anchors:], own, at, near_positions, layer, masks, chunk == count)
-        if not in_runs:
-            logits.masked_fill_(_hidden(at, width, masks, chunk == count), torch.finfo(torch.float32).min)
-        weights = torch.softmax(logits, dim=-1)
-        if tau is None or count > 1 or anchors == kv_heads:
-            out = weights[..., :length].to(values.dtype).flatten(2, 3) @ values
+                attended = attend_skipping(logits[..., :width], values, at, layer, tau, stats)
+            attended, is_padding = attended.unflatten(2, (groups, -1)), (at < 0)[None, :, None]
+            out[here] = attended if sees_all else attended.masked_fill_(is_padding[..., None], 0)
+            if return_lse:
+                lse[here] = torch.logsumexp(logits, dim=-1).masked_fill(is_padding, -torch.inf)
+            if return_gate:
+                known = torch.arange(columns, device=q.device) if seen is None else seen[:, :, None, None]
+                is_distant = (known >= layer.sink_size) & (known <= at[:, None, :, None] - layer.recent_size)
+                gate[here] = 1 - (softmax * is_distant).sum(dim=-1)
+            if return_weights and num_own:
+                own = slice(piece.head, piece.head + num_own)
+                weights[own, rows, :, part, :width] = softmax[:num_own, ..., :width]
+    lse, gate = (tensor if tensor is None else by_head(tensor) for tensor in (lse, gate))
+    return _results(by_head(out), (lse, return_lse), (gate, return_gate), (weights, return_weights))
+
+
+@dataclass
+class _Asked:
+    """What `cached_attention` is asked; q and q_distant [H_kv, B, G, T, D] in storage order."""
+
+    layer: LayerSlots
+    q: Tensor
+    q_distant: Tensor | None
+    positions: Tensor
+    scores: Tensor | None
+    score_heads: tuple[int, ...]
+    distant_keys: tuple[HeadOf, ...]
+    is_in_order: bool  # slot = position, in all layers
+    scale: float
+    masks: Masks
+
+    def logits(self, piece: Piece, num_own: int, part: slice, width: int, in_runs: bool) -> Tensor:
+        """Logits of some queries in the first `width` slots of a piece, proximal ones and then the others in place.
+
+        Args:
+            piece: of the values.
+            num_own: how many of its heads, the first ones, are anchors.
+            part: the queries.
+            width: slots in use.
+            in_runs: the proximal keys of the one query lie in runs of the ring, or the piece has anchors alone.
+
+        Returns:
+            [h, b, G, t, width] float32, or a spare column more: without runs, what is no proximal key of its query is
+            written there, so that no mask has to be turned into indices.
+        """
+        layer, scores = self.layer, self.scores
+        rows, anchors = slice(piece.row, piece.row + piece.rows), layer.num_anchors
+        first, last = piece.head + num_own, piece.head + piece.heads  # of the other heads
+        q = self.q[piece.head : last, rows, :, part]
+        logits = q.new_empty(*q.shape[:4], width + (not in_runs), dtype=torch.float32)
+        if num_own:
+            keys = layer.keys.view(piece._replace(heads=num_own))[:, :, :width]
+            _products(q[:num_own], keys, self.scale, logits[:num_own])
+            for place, head in enumerate(layer.order[piece.head : first]):
+                if scores is not None and head in self.score_heads:
+                    scores[head, rows, ..., part, :width] = logits[place, ..., :width]
+        if num_own == piece.heads:
+            return logits
+        if scores is not None:
+            read = slice(first, last) if layer.index is None else layer.index[first:last]
+            logits[num_own:, ..., :width] = scores[read, rows, ..., part, :width]
+        for place in range(first, last) if scores is None else ():
+            keys = _gathered((self.distant_keys[place - anchors],), piece)[:, :, :width]
+            query = self.q_distant[place : place + 1, rows, :, part]
+            _products(query, keys, self.scale, logits[place - piece.head][None])
+        others = slice(first - anchors, last - anchors)
+        near = _products(q[num_own:], layer.near_keys[others, rows], self.scale)
+        if in_runs:
+            for position, place, run in layer.proximal_runs(width):
+                logits[num_own:, ..., position : position + run] = near[..., place : place + run]
         else:
-            out = attend_skipping(logits[..., :length], values, at, layer, tau, stats)
-        out = out.unflatten(2, (groups, -1))
-        if not in_runs:
-            out = out.masked_fill((at < 0)[None, :, None, :, None], 0)
-        lse = gate = out.new_empty(0)
-        if return_lse:
-            lse = torch.logsumexp(logits, dim=-1).masked_fill((at < 0)[None, :, None], -torch.inf)
-        if return_gate:
-            column = torch.arange(width, device=q.device)
-            is_distant = (column >= layer.sink_size) & (column <= at[..., None] - layer.recent_size)
-            gate = 1 - (weights * is_distant[None, :, None]).sum(dim=-1)
-        pieces.append((out, lse, gate))
+            index = self._proximal_index(others, rows, part, width)
+            logits[num_own:].scatter_(-1, index.expand(near.shape), near)
+        return logits
 
-    def joined(tensors: list[Tensor], dim: int) -> Tensor:  # [H_kv, B, G, t, ..] pieces -> [B, H, T, ..]
-        whole = tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=dim)
-        return layer.by_head(whole).transpose(0, 1).flatten(1, 2)
+    def _proximal_index(self, others: slice, rows: slice, part: slice, spare: int) -> Tensor:
+        """[h, b, 1, t, M] int64, the slot of each own key that is proximal to a query, else `spare`."""
+        layer, at = self.layer, self.positions[rows, part]
+        key, slots = layer.near_positions, layer.near_slots
+        if key is None:
+            key = slots = layer.ring_positions(self.positions[:, 0] + 1)[None]
+        is_common = self.is_in_order and at.shape == self.positions.shape
+        if is_common and "index" in self.masks:
+            return self.masks["index"]
+        if not self.is_in_order:
+            key, slots = key[others], slots[others]
+        key, query = key[:, rows, None], at[..., None]
+        is_proximal = (key < layer.sink_size) | (query - key < layer.recent_size)
+        is_used = (key >= 0) & (key <= query) & is_proximal
+        index = torch.where(is_used, slots[:, rows, None].long(), spare)[:, :, None]
+        if is_common:
+            self.masks["index"] = index
+        return index
 
-    out = joined([piece[0] for piece in pieces], 3)
-    lse = joined([piece[1] for piece in pieces], 3) if return_lse else out
-    gate = joined([piece[2] for piece in pieces], 3) if return_gate else out
-    return _results(out, lse, gate, return_lse, return_gate)
+
+def attention_weights(q: Tensor, keys: Tensor, key_positions: Tensor, positions: Tensor, scale: float) -> Tensor:
+    """Softmax weights of a few queries over all keys at or before them, in float32.
+
+    Args:
+        q: [A, B, G, T, D] queries.
+        keys: [A, B, N, D].
+        key_positions: [A, B, N], -1 where a slot is empty.
+        positions: [B, T], -1 for padding.
+        scale: factor on every logit.
+
+    Returns:
+        [A, B, G, T, N] float32, zero for a padded query and for keys that it does not see.
+    """
+    unseen = _hidden(positions, keys.shape[2], key_positions, {}, keep=False)
+    logits = _products(q, keys, scale).masked_fill_(unseen, LOWEST)
+    return torch.softmax(logits, dim=-1).masked_fill_(unseen, 0)
+
+
+def _gathered(parts: tuple[HeadOf, ...], piece: Piece) -> Tensor:
+    """[heads, rows, C, D] of heads that lie in any segments: a view where they lie as in `piece`."""
+    segments, first = parts[0]
+    if all(other is segments and head == first + index for index, (other, head) in enumerate(parts)):
+        return segments.view(piece._replace(head=first, heads=len(parts)))
+    return torch.cat([other.view(piece._replace(head=head, heads=1)) for other, head in parts])
 
 
 def _products(queries: Tensor, keys: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
@@ -265,8 +374,14 @@ def _products(queries: Tensor, keys: Tensor, scale: float, out: Tensor | None = 
     return torch.mul(products.float(), scale, out=out[..., : keys.shape[2]])
 
 
-def _hidden(positions: Tensor, width: int, masks: Masks, keep: bool) -> Tensor:
-    """[1, B, 1, t, width] bool, the columns that a query at its position [B, t] does not see."""
+def _hidden(positions: Tensor, width: int, held: Tensor | None, masks: Masks, keep: bool) -> Tensor:
+    """[h, B, 1, t, width] bool, the slots that queries at `positions` [B, t] do not see.
+
+    `held` [h, B, width]: the positions in the slots, -1 where there is none; None: slot = position, and h is 1.
+    """
+    if held is not None:
+        held = held[:, :, None]
+        return ~((held >= 0) & (held <= positions[..., None]))[:, :, None]
     hidden = masks.get(("hidden", width))
     if hidden is None:
         column = torch.arange(width, device=positions.device)
@@ -274,24 +389,3 @@ def _hidden(positions: Tensor, width: int, masks: Masks, keep: bool) -> Tensor:
         if keep:
             masks["hidden", width] = hidden
     return hidden
-
-
-def _put_proximal(
-    logits: Tensor,
-    own: Tensor,
-    positions: Tensor,
-    near_positions: Tensor,
-    layer: LayerSegments,
-    masks: Masks,
-    keep: bool,
-) -> None:
-    """Overwrite the proximal columns of `logits` [S, B, G, t, N + 1] with the layer's own [S, B, G, t, M]."""
-    index = masks.get("index")
-    if index is None:
-        key, query = near_positions[:, None, :], positions[..., None]
-        proximal = (key < layer.sink_size) | (query - key < layer.recent_size)
-        is_used = (key >= 0) & (key <= query) & proximal
-        index = torch.where(is_used, key, logits.shape[-1] - 1)[None, :, None]
-        if keep:
-            masks["index"] = index
-    logits.scatter_(-1, index.expand(own.shape), own)

@@ -24,8 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pod_kernels.packed import PackedLayer
-from pod_kernels.segments import LayerSegments, Segments
+from pod_kernels.segments import HeadOf, LayerSlots, Segments
 from pod_kernels.skipping import SkipStats
 from pod_kernels.softmax import LOG2_E, soften
 from pod_kernels.splits import Parts
@@ -264,9 +263,7 @@ class HeadRun(NamedTuple):
     first_held: int = 0
 
 
-def head_runs(
-    first: int, keys: tuple[tuple[Segments, int], ...], held: tuple[tuple[Segments, int], ...] | None = None
-) -> list[HeadRun]:
+def head_runs(first: int, keys: tuple[HeadOf, ...], held: tuple[HeadOf, ...] | None = None) -> list[HeadRun]:
     """The fewest runs of heads from place `first` on, whose keys and positions lie where `keys` and `held` say."""
     runs: list[HeadRun] = []
     for place, (segments, index) in enumerate(keys, start=first):
@@ -283,58 +280,41 @@ def head_runs(
     return runs
 
 
-def decode_attention(
+def cached_decode(
     q: Tensor,
+    layer: LayerSlots,
     *,
-    order: Tensor | None,
-    anchors: int,
-    anchor_runs: list[HeadRun],
-    shared_runs: list[HeadRun],
-    values: Segments,
-    near: Tensor,
-    near_positions: Tensor | None,
-    near_slots: Tensor | None,
     positions: Tensor,
-    length: int,
-    sink_size: int,
-    recent_size: int,
-    ring_size: int,
-    scale: float,
+    table: tuple[HeadOf, ...] | None,
     scores: Tensor | None,
     score_heads: tuple[int, ...],
     q_distant: Tensor | None,
-    weights: Tensor | None = None,
-    tau: float | None = None,
-    stats: SkipStats | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention of one query in each row to a layer's segments.
-
-    Args:
-        q: [B, H, 1, D].
-        order: [H_kv] int64, the KV head at each place of the storage order; None where they are the same.
-        anchors: A.
-        anchor_runs, shared_runs: the heads, as `head_runs` gives them.
-        values: [B, H_kv] segments in storage order.
-        near: [S, B, M, D] the other heads' own keys: sinks and a ring, or as the two that follow say.
-        near_positions, near_slots: [S, B, M] int32, for slots of any position.
-        positions: [B, 1] int64 of the queries, -1 for padding.
-        length: slots of the longest segment; chooses tiles only.
-        scores: [H_kv, B, G, 1, W] float32 workspace.
-        score_heads: KV heads among the anchors whose distant logits are written there.
-        q_distant: [B, H, 1, D] for `shared_runs` with keys.
-        weights: [A, B, G, W] float32, takes the anchor heads' logits, -inf where unseen; None: not wanted.
-        tau, stats: early skip.
+    distant_keys: tuple[HeadOf, ...],
+    scale: float,
+    tau: float | None,
+    stats: SkipStats | None,
+    return_weights: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """`pod_kernels.cached_attention` of one query in each row; see there for the arguments.
 
     Returns:
-        out [B, H, 1, D], lse and gate [B, H, 1] float32.
+        out [B, H, 1, D], lse and gate [B, H, 1] float32, and weights [A, B, G, 1, C] float32 where they are wanted.
     """
     batch, heads, _, dim = q.shape
-    kv_heads = values.offsets.shape[1]
+    anchors, kv_heads = layer.num_anchors, len(layer.order)
     groups = heads // kv_heads
     q, positions = q.contiguous(), positions.contiguous()
-    split = Parts(q, kv_heads, length, sink_size + recent_size)
+    widest = max(max(sizes) for sizes in layer.values.sizes)
+    split = Parts(q, kv_heads, widest, layer.sink_size + layer.recent_size)
     cut = split.tiles
-    is_packed = near_positions is not None
+    if scores is not None:
+        shared_runs = [HeadRun(anchors, kv_heads - anchors)] if anchors < kv_heads else []
+    else:
+        shared_runs = head_runs(anchors, distant_keys, None if table is None else table[anchors:])
+    if table is None:
+        anchor_runs = [HeadRun(0, anchors, layer.keys)] if anchors else []
+    else:
+        anchor_runs = head_runs(0, tuple((layer.keys, head) for head in range(anchors)), table[:anchors])
     skips = tau is not None and bool(shared_runs)
     counts = stats.counter(batch, kv_heads, q.device) if skips and stats is not None else None
     if skips and counts is None:
@@ -342,29 +322,32 @@ def decode_attention(
     score_mask = sum(1 << head for head in score_heads)
     if skips and scores is None:
         # The second launch reads what the first has multiplied.
-        width = max(max(capacity) for capacity in values.sizes) if values.sizes else values.rectangle.shape[2]
-        scores = torch.empty(kv_heads, batch, groups, 1, width, dtype=torch.float32, device=q.device)
+        scores = torch.empty(kv_heads, batch, groups, 1, widest, dtype=torch.float32, device=q.device)
         score_mask = (1 << kv_heads) - 1
+    weights = None
+    if return_weights:
+        width = max((max(sizes) for sizes in layer.keys.sizes), default=0)
+        weights = torch.full((anchors, batch, groups, width), -torch.inf, dtype=torch.float32, device=q.device)
 
     def launch(run: HeadRun, is_anchor: bool, phase: int) -> None:
         from_keys = run.keys is not None and phase != VALUES
         near_splits = 0 if is_anchor else cut.near_splits
         writes = from_keys and scores is not None and score_mask != 0
         grid = (batch, run.count, cut.splits - near_splits if phase == VALUES else cut.splits)
-        keys, held = run.keys or values, run.held or values
+        values, keys, held = layer.values, run.keys or layer.values, run.held or layer.values
         _attend[grid](
             q,
             q if q_distant is None else q_distant,
             keys.data,
             values.data,
-            near,
-            near_positions,
-            near_slots,
+            layer.near_keys,
+            layer.near_positions,
+            layer.near_slots,
             held.data,
             q if scores is None else scores,
             weights,
             positions,
-            q if order is None else order,
+            q if layer.index is None else layer.index,
             keys.offsets,
             values.offsets,
             held.offsets,
@@ -377,10 +360,10 @@ def decode_attention(
             run.first_held,
             anchors,
             batch,
-            near.shape[2],
-            sink_size,
-            recent_size,
-            ring_size,
+            layer.near_keys.shape[2],
+            layer.sink_size,
+            layer.recent_size,
+            layer.ring_size or 1,
             float(scale),
             0.0 if tau is None else float(tau),
             score_mask,
@@ -391,14 +374,14 @@ def decode_attention(
             *held.offsets.stride(),
             ANCHOR=is_anchor,
             FROM_KEYS=from_keys,
-            PACKED=is_packed,
+            PACKED=table is not None,
             WRITES=writes,
             WEIGHS=is_anchor and weights is not None,
             PHASE=phase,
             NEAR_SPLITS=near_splits,
             BLOCK=cut.block,
             num_stages=2,
-            ORDERED=order is not None,
+            ORDERED=layer.index is not None,
             SPLITS_2=split.splits_2,
             **split.sizes,
         )
@@ -410,102 +393,9 @@ def decode_attention(
     for run in shared_runs:
         for phase in (LOGITS, VALUES) if skips else (WHOLE,):
             launch(run, False, phase)
-    return split.merged(q, order)
-
-
-def cached_decode(
-    q: Tensor,
-    layer: LayerSegments,
-    *,
-    positions: Tensor,
-    scores: Tensor | None,
-    score_heads: tuple[int, ...],
-    q_distant: Tensor | None,
-    distant_keys: tuple[tuple[Segments, int], ...],
-    scale: float,
-    tau: float | None,
-    stats: SkipStats | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`pod_kernels.cached_attention` of one query in each row: out [B, H, 1, D], lse and gate [B, H, 1]."""
-    anchors, kv_heads = layer.num_anchors, len(layer.order)
-    if scores is not None:
-        shared = [HeadRun(anchors, kv_heads - anchors)] if anchors < kv_heads else []
-    else:
-        shared = head_runs(anchors, distant_keys)
-    return decode_attention(
-        q,
-        order=layer.index,
-        anchors=anchors,
-        anchor_runs=[HeadRun(0, anchors, layer.keys)] if anchors else [],
-        shared_runs=shared,
-        values=layer.values,
-        near=layer.near.rectangle,
-        near_positions=None,
-        near_slots=None,
-        positions=positions,
-        length=layer.values.rectangle.shape[2],
-        sink_size=layer.sink_size,
-        recent_size=layer.recent_size,
-        ring_size=layer.ring_size,
-        scale=scale,
-        scores=scores,
-        score_heads=score_heads,
-        q_distant=q_distant,
-        tau=tau,
-        stats=stats,
-    )
-
-
-def packed_decode(
-    q: Tensor,
-    layer: PackedLayer,
-    *,
-    positions: Tensor,
-    slot_positions: tuple[tuple[Segments, int], ...],
-    scores: Tensor | None,
-    score_heads: tuple[int, ...],
-    q_distant: Tensor | None,
-    distant_keys: tuple[tuple[Segments, int], ...],
-    scale: float,
-    return_weights: bool,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """`pod_kernels.packed_attention` of one query in each row; see there."""
-    anchors, kv_heads = layer.num_anchors, len(layer.order)
-    batch, heads = q.shape[:2]
-    if scores is not None:
-        shared = [HeadRun(anchors, kv_heads - anchors)] if anchors < kv_heads else []
-    else:
-        shared = head_runs(anchors, distant_keys, slot_positions[anchors:])
-    weights = None
-    widest = max(max(sizes) for sizes in layer.values.sizes)
-    if return_weights:
-        width = max((max(sizes) for sizes in layer.keys.sizes), default=0)
-        shape = (anchors, batch, heads // kv_heads, width)
-        weights = torch.full(shape, -torch.inf, dtype=torch.float32, device=q.device)
-    out, lse, _ = decode_attention(
-        q,
-        order=layer.index,
-        anchors=anchors,
-        anchor_runs=head_runs(0, tuple((layer.keys, head) for head in range(anchors)), slot_positions[:anchors]),
-        shared_runs=shared,
-        values=layer.values,
-        near=layer.near_keys,
-        near_positions=layer.near_positions,
-        near_slots=layer.near_slots,
-        positions=positions,
-        length=widest,
-        sink_size=layer.sink_size,
-        recent_size=layer.recent_size,
-        ring_size=1,
-        scale=scale,
-        scores=scores,
-        score_heads=score_heads,
-        q_distant=q_distant,
-        weights=weights,
-    )
-    if weights is None:
-        return out
-    lse = lse.view(batch, kv_heads, -1, 1).transpose(0, 1)
-    lse = (lse if layer.index is None else lse[layer.index])[:anchors]
-    # A padded row sees nothing: -inf - inf, and so weights of zero.
-    return out, weights.sub_(lse.masked_fill(lse == -torch.inf, torch.inf)).exp_()[..., None, :]
+    out, lse, gate = split.merged(q, layer.index)
+    if weights is not None:
+        anchor_lse = layer.stored(lse.view(batch, kv_heads, -1, 1).transpose(0, 1))[:anchors]
+        # A padded row sees nothing: -inf - inf, and so weights of zero.
+        weights = weights.sub_(anchor_lse.masked_fill(anchor_lse == -torch.inf, torch.inf)).exp_()[..., None, :]
+    return out, lse, gate, weights

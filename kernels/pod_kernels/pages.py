@@ -10,7 +10,7 @@ positions, P pages, R positions that are read, D head dimension.
 import torch
 from torch import Tensor
 
-from pod_kernels.segments import LayerSegments, Segments
+from pod_kernels.segments import HeadOf, LayerSlots
 
 
 def refresh_pages(pages: Tensor, keys: Tensor, before: Tensor, after: Tensor, page_size: int, most: int) -> None:
@@ -52,20 +52,20 @@ def page_bounds(q: Tensor, pages: Tensor) -> Tensor:
 
 def paged_attention(
     q: Tensor,
-    layer: LayerSegments,
+    layer: LayerSlots,
     read: Tensor,
     *,
     positions: Tensor,
     scores: Tensor | None,
     score_heads: tuple[int, ...],
-    distant_keys: tuple[tuple[Segments, int], ...],
+    distant_keys: tuple[HeadOf, ...],
     scale: float,
 ) -> Tensor:
     """Attention of one query to the positions `read` alone; no other key or value is touched.
 
     Args:
         q: [B, H, 1, D].
-        layer: the layer's segments.
+        layer: the layer's slots; none of them is empty: slot = position.
         read: [H_kv, B, R] int64 in storage order, -1 for none.
         positions: [B, 1] int64, each query's position in its row, -1 for padding.
         scores, score_heads, distant_keys: as `cached_attention`; `scores` holds the anchors' logits at what they read.
@@ -103,7 +103,7 @@ def paged_attention(
             distant = products(q[anchors:], torch.cat(keys))
         others = at[anchors:]
         is_near = (others < layer.sink_size) | (positions - others < layer.recent_size)
-        own = products(q[anchors:], taken(layer.near.rectangle, torch.where(is_near, layer.near_slots(others), 0)))
+        own = products(q[anchors:], taken(layer.near_keys, torch.where(is_near, layer.ring_places(others), 0)))
         logits.append(torch.where(is_near[:, :, None, None], own, distant))
     logits = torch.cat(logits).masked_fill(read[:, :, None, None] < 0, torch.finfo(torch.float32).min)
     values = taken(layer.values.rectangle, at)

@@ -256,8 +256,9 @@ class QuantizedSegments:
         """A copy in segments [H][B] that are no smaller; what is closed stays as it is."""
         return self._taken(sizes, list(range(self.batch)))
 
-    def of_rows(self, rows: list[int]) -> "QuantizedSegments":
-        """A copy of some rows, in that order."""
+    def of_rows(self, rows: Tensor) -> "QuantizedSegments":
+        """A copy of some rows [n] int64, in that order."""
+        rows = rows.tolist()
         return self._taken([[head[row] for row in rows] for head in self.sizes], rows)
 
     def _taken(self, sizes: Sequence[Sequence[int]], rows: list[int]) -> "QuantizedSegments":

@@ -1,4 +1,4 @@
-"""Where a cache keeps its vectors: packed segments, one per row and KV head, each with an offset, a length, a capacity.
+"""Where a cache keeps its vectors: packed segments of slots, one for each row and KV head.
 
 Legend: B rows, H heads stored here, D head dimension, C capacity of a segment, S segments' slots in all.
 
@@ -7,7 +7,7 @@ a batched product over a run of heads reads the cache in place.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -33,41 +33,20 @@ class Segments:
     """Vectors of the tokens of B rows and H heads, packed into one tensor.
 
     Attributes:
-        data: [S, D], all segments after one another.
+        data: [S, D], all segments after one another in the order head, row.
         offsets: [B, H] int64, the first slot of each segment.
-        lengths: [B, H] int64, how many tokens were written; a ring holds the last of them. None for packed segments,
-            whose slots hold any tokens: the positions beside them say which.
         capacities: [B, H] int64, the slots of each segment.
-        is_rectangle: all capacities are equal and the order is head, row, slot.
-        sizes: the capacities as integers [H][B], of packed segments: they are sliced without asking the device.
+        is_rectangle: all capacities are equal.
+        sizes: the capacities as integers [H][B]: they are sliced without asking the device.
     """
 
     data: Tensor
     offsets: Tensor
-    lengths: Tensor | None
     capacities: Tensor
-    is_rectangle: bool = True
-    sizes: tuple[tuple[int, ...], ...] = ()
-    _starts: tuple[tuple[int, ...], ...] = ()
-    _pieces: dict[int, tuple[Piece, ...]] = field(default_factory=dict)
-
-    @classmethod
-    def allocate(
-        cls, heads: int, capacity: int, dim: int, lengths: Tensor, *, dtype: torch.dtype, device: torch.device
-    ) -> "Segments":
-        """Empty segments of one capacity.
-
-        Args:
-            heads: H, may be 0.
-            capacity: slots of each segment.
-            dim: D.
-            lengths: [B] int64; shared with the caller, who advances it in place.
-        """
-        batch = lengths.shape[0]
-        data = torch.zeros(heads * batch * capacity, dim, dtype=dtype, device=device)
-        offsets = torch.arange(heads * batch, device=device).view(heads, batch).t() * capacity
-        capacities = torch.full((batch, heads), capacity, device=device, dtype=torch.long)
-        return cls(data, offsets, lengths[:, None].expand(batch, heads), capacities)
+    is_rectangle: bool
+    sizes: tuple[tuple[int, ...], ...]
+    _starts: tuple[tuple[int, ...], ...]
+    _pieces: tuple[Piece, ...] | None = None
 
     @classmethod
     def packed(
@@ -91,36 +70,55 @@ class Segments:
         sizes = tuple(tuple(head) for head in sizes)
         starts = (0, *accumulate(size for head in sizes for size in head))
         data = torch.full((starts[-1], dim), fill, dtype=dtype, device=device)
-        shape = (len(sizes), batch)
-        tables = [np.array(table, dtype=np.int64).reshape(shape) for table in (starts[:-1], sizes)]
-        offsets, capacities = (table.t() for table in on_device(tables, data.device))
-        is_rectangle = len({size for head in sizes for size in head}) <= 1
+        shape, different = (len(sizes), batch), {size for head in sizes for size in head}
+        is_rectangle = len(different) <= 1
+        if is_rectangle:  # nothing has to come from the host
+            capacities = torch.full(shape, max(different, default=0), dtype=torch.long, device=data.device)
+            offsets = torch.arange(len(sizes) * batch, device=data.device).view(shape) * capacities
+            offsets, capacities = offsets.t(), capacities.t()
+        else:
+            tables = [np.array(table, dtype=np.int64).reshape(shape) for table in (starts[:-1], sizes)]
+            offsets, capacities = (table.t() for table in on_device(tables, data.device))
         rows = tuple(tuple(starts[head * batch : (head + 1) * batch]) for head in range(len(sizes)))
-        return cls(data, offsets, None, capacities, is_rectangle, sizes, rows)
+        return cls(data, offsets, capacities, is_rectangle, sizes, rows)
 
-    def pieces(self, split: int) -> tuple[Piece, ...]:
-        """Packed segments as the fewest rectangles, none of which crosses from head `split` - 1 to head `split`."""
-        if split not in self._pieces:
+    @classmethod
+    def of(cls, sizes: Sequence[Sequence[int]], batch: int, data: Tensor) -> "Segments":
+        """Segments of capacities [H][B] that hold a copy of `data` [S, D]."""
+        new = cls.packed(sizes, batch, data.shape[1], dtype=data.dtype, device=data.device)
+        new.data.copy_(data)
+        return new
+
+    @classmethod
+    def rectangular(
+        cls, heads: int, batch: int, capacity: int, dim: int, *, dtype: torch.dtype, device: torch.device
+    ) -> "Segments":
+        """Empty segments of one capacity; arguments as `packed`, H heads, which may be 0."""
+        return cls.packed([[capacity] * batch] * heads, batch, dim, dtype=dtype, device=device)
+
+    def pieces(self) -> tuple[Piece, ...]:
+        """The segments as the fewest rectangles."""
+        if self._pieces is None:
             found: list[Piece] = []
             for head, sizes in enumerate(self.sizes):
                 last = found[-1] if found else None
                 if len(set(sizes)) > 1:
                     found += [Piece(head, 1, row, 1, size) for row, size in enumerate(sizes)]
-                elif last and head != split and last.rows == len(sizes) and last.capacity == sizes[0]:
+                elif last and last.rows == len(sizes) and last.capacity == sizes[0]:
                     found[-1] = last._replace(heads=last.heads + 1)
                 else:
                     found.append(Piece(head, 1, 0, len(sizes), sizes[0]))
-            self._pieces[split] = tuple(found)
-        return self._pieces[split]
+            self._pieces = tuple(found)
+        return self._pieces
 
     def view(self, piece: Piece) -> Tensor:
-        """[heads, rows, C, D] view of a piece of packed segments."""
+        """[heads, rows, C, D] view of a piece."""
         start = self._starts[piece.head][piece.row]
         part = self.data[start : start + piece.heads * piece.rows * piece.capacity]
         return part.view(piece.heads, piece.rows, piece.capacity, self.data.shape[1])
 
     def run(self, head: int, row: int | None = None) -> Tensor:
-        """[n, D] view of the slots of one head of packed segments, of all its rows or of one."""
+        """[n, D] view of the slots of one head, of all its rows or of one."""
         first = self._starts[head][row or 0]
         sizes = self.sizes[head]
         return self.data[first : first + (sum(sizes) if row is None else sizes[row])]
@@ -134,34 +132,46 @@ class Segments:
         beyond = column >= self.capacities.t()[..., None]
         return self.data[index.masked_fill(beyond, 0)].masked_fill(beyond[..., None], fill)
 
-    def write(self, slots: Tensor, new: Tensor, real: Tensor | None) -> None:
-        """Put vectors into slots of packed segments.
+    def write(self, slots: Tensor | int, new: Tensor, real: tuple[Tensor, Tensor] | None) -> None:
+        """Put vectors into slots.
 
         Args:
-            slots: [h, B, T] int64, of the first h heads, counted from each segment's first.
+            slots: [h or 1, B, T] int64, of the first h heads, counted from each segment's first; of a rectangle the
+                first of T slots that follow one another.
             new: [h, B, T, D].
-            real: [B, T] bool, which of them; None: all.
+            real: rows and tokens, [n] int64 each, of those that are stored; None: all.
         """
-        index = self.offsets.t()[: new.shape[0], :, None] + slots
-        if real is None:
-            self.data[index.flatten()] = new.flatten(0, 2)
-        else:
-            real = real.expand(index.shape)
-            self.data[index[real]] = new[real]
+        if not len(new):
+            return
+        if isinstance(slots, int):
+            self.rectangle[: len(new), :, slots : slots + new.shape[2]] = new
+            return
+        index = self.offsets.t()[: len(new), :, None] + slots
+        if real is not None:
+            rows, tokens = real
+            index, new = index[:, rows, tokens], new[:, rows, tokens]
+        self.data[index.flatten()] = new.flatten(0, -2)
 
     def resized(self, sizes: Sequence[Sequence[int]], fill: float = 0) -> "Segments":
-        """A copy of packed segments with capacities [H][B] that are no smaller; each slot keeps its number."""
+        """A copy with capacities [H][B] that are no smaller; each slot keeps its number."""
         batch, heads = self.offsets.shape
         options = {"dtype": self.data.dtype, "device": self.data.device, "fill": fill}
         new = Segments.packed(sizes, batch, self.data.shape[1], **options)
+        if self.is_rectangle and new.is_rectangle:
+            new.rectangle[:, :, : self.rectangle.shape[2]] = self.rectangle
+            return new
         shift = (new.offsets - self.offsets).t().flatten()
         # With its size told, torch has not to ask the device for it.
         shift = shift.repeat_interleave(self.capacities.t().flatten(), output_size=len(self.data))
         new.data[torch.arange(len(self.data), device=self.data.device) + shift] = self.data
         return new
 
-    def of_rows(self, rows: list[int]) -> "Segments":
-        """A copy of some rows of packed segments, in that order."""
+    def of_rows(self, rows: Tensor) -> "Segments":
+        """A copy of some rows [n] int64, in that order."""
+        if self.is_rectangle:  # the host need not know which
+            heads, _, capacity, _ = self.rectangle.shape
+            return Segments.of([[capacity] * len(rows)] * heads, len(rows), self.rectangle[:, rows].flatten(0, 2))
+        rows = rows.tolist()
         sizes = [[head[row] for row in rows] for head in self.sizes]
         options = {"dtype": self.data.dtype, "device": self.data.device}
         new = Segments.packed(sizes, len(rows), self.data.shape[1], **options)
@@ -183,15 +193,14 @@ class Segments:
         return self.data.view(heads, batch, capacity, self.data.shape[1])
 
     def part(self, head: int, heads: int) -> "Segments":
-        """A view of the segments of `heads` heads from `head` on, of a rectangle.
-
-        Raises:
-            ValueError: the segments have different capacities.
-        """
-        data = self.rectangle[head : head + heads].flatten(0, 2)
+        """A view of the segments of `heads` heads from `head` on."""
         mine = slice(head, head + heads)
-        offsets = self.offsets[:, mine] - head * data.shape[0] // max(1, heads)
-        return Segments(data, offsets, self.lengths[:, mine], self.capacities[:, mine])
+        first = self._starts[head][0]
+        starts = tuple(tuple(start - first for start in rows) for rows in self._starts[mine])
+        data = self.data[first : first + sum(map(sum, self.sizes[mine]))]
+        return Segments(
+            data, self.offsets[:, mine] - first, self.capacities[:, mine], self.is_rectangle, self.sizes[mine], starts
+        )
 
     def named(self, name: str) -> dict[str, Tensor]:
         """The vectors under `name`."""
@@ -232,46 +241,57 @@ class Ordered:
         return states if self.inverse is None else states[self.inverse]
 
 
-@dataclass
-class LayerSegments(Ordered):
-    """What the cache holds for one layer.
+HeadOf = tuple[Segments, int]  # segments, and one head in them
 
-    Under `share: kv` that is the layer's anchor heads alone: heads are then counted among these.
+
+@dataclass
+class LayerSlots(Ordered):
+    """What the cache holds for one layer; of heads that share keys and values (`share: kv`) that of the anchors alone.
+
+    A slot of a KV head holds the same token in the values of every layer of its block and in the keys of its anchor:
+    slot = position where nothing was evicted, else one table of positions says which. The other layers' own keys of
+    proximal tokens lie apart: in the first case sinks and then a ring, in the second anywhere, each with its position
+    and its slot.
 
     Attributes:
         order: the KV heads in the order in which they are stored: the layer's anchor heads first, then the others.
-        num_anchors: how many of them are anchors of their block (a block of one layer counts).
-        values: [B, H_kv] segments in that order: slot = position.
-        keys: [B, num_anchors] segments of the anchor heads' keys: slot = position.
-        near: [B, H_kv - num_anchors] segments of the other heads' own keys: sinks, then a ring of `ring_size`.
-        sink_size, recent_size, ring_size: tokens; ring_size >= recent_size.
-        pages: [B, num_anchors] segments of each page's minima and maxima [2 D]; None where pages are not used.
+        num_anchors: A, how many of them are anchors of their block (a block of one layer counts).
+        values: [B, H_kv] segments in that order.
+        keys: [B, A] segments of the anchor heads' keys, of the same capacities.
+        near_keys: [S, B, M, D] the other heads' own keys.
+        sink_size, recent_size: tokens.
+        ring_size: of the ring, at least `recent_size`; 0 where there is none.
+        near_positions: [S, B, M] int32, -1 where there is none; [1, B, M] where slot = position, for all heads. None:
+            they lie in sinks and a ring.
+        near_slots: the same, the slot in `values` of each.
+        pages: [B, A] segments of each page's minima and maxima [2 D]; None where pages are not used.
     """
 
     order: tuple[int, ...]
     num_anchors: int
     values: Segments
     keys: Segments
-    near: Segments
+    near_keys: Tensor
     sink_size: int
     recent_size: int
-    ring_size: int
+    ring_size: int = 0
+    near_positions: Tensor | None = None
+    near_slots: Tensor | None = None
     pages: Segments | None = None
 
     def __post_init__(self) -> None:
-        self.put_order(self.order, self.near.data.device)
+        self.put_order(self.order, self.near_keys.device)
 
-    def part(self, head: int, heads: int) -> "LayerSegments":
+    def part(self, head: int, heads: int) -> "LayerSlots":
         """A view of `heads` heads from `head` on, of a layer whose heads are all anchors."""
         values, keys = self.values.part(head, heads), self.keys.part(head, heads)
-        sizes = self.sink_size, self.recent_size, self.ring_size
-        return LayerSegments(tuple(range(heads)), heads, values, keys, self.near, *sizes)
+        return replace(self, order=tuple(range(heads)), num_anchors=heads, values=values, keys=keys)
 
     def proximal_runs(self, length: int) -> list[tuple[int, int, int]]:
-        """Where the proximal keys of the last of `length` tokens are in `near`.
+        """Where the proximal keys of the last of `length` tokens are in sinks and ring.
 
         Returns:
-            (first position, first slot, how many) of each run: sinks, and the ring in one or two.
+            (first position, first place, how many) of each run: sinks, and the ring in one or two.
         """
         recent = max(self.sink_size, length - self.recent_size)
         place = (recent - self.sink_size) % self.ring_size
@@ -284,23 +304,23 @@ class LayerSegments(Ordered):
         ]
         return [run for run in runs if run[2] > 0]
 
-    def near_slots(self, positions: Tensor) -> Tensor:
-        """The slot of each position in `near`: positions below `sink_size` stand still, the others go round."""
+    def ring_places(self, positions: Tensor) -> Tensor:
+        """The place of each position: those below `sink_size` stand still, the others go round."""
         ring = self.sink_size + (positions - self.sink_size).remainder(self.ring_size)
         return torch.where(positions < self.sink_size, positions, ring)
 
-    def near_positions(self, lengths: Tensor) -> Tensor:
-        """The position that each slot of `near` holds.
+    def ring_positions(self, lengths: Tensor) -> Tensor:
+        """The position that each place of sinks and ring holds.
 
         Args:
             lengths: [B] int64, tokens written to each row.
 
         Returns:
-            [B, C] int64, -1 where a slot is empty.
+            [B, M] int64, -1 where a place is empty.
         """
-        slots = torch.arange(self.near.rectangle.shape[2], device=lengths.device)
+        places = torch.arange(self.near_keys.shape[2], device=lengths.device)
         last = lengths[:, None] - 1 - self.sink_size
-        age = (last - (slots - self.sink_size)).remainder(self.ring_size)
+        age = (last - (places - self.sink_size)).remainder(self.ring_size)
         ring = torch.where(last - age >= 0, self.sink_size + last - age, -1)
-        sinks = torch.where(slots < lengths[:, None], slots, -1)
-        return torch.where(slots < self.sink_size, sinks, ring)
+        sinks = torch.where(places < lengths[:, None], places, -1)
+        return torch.where(places < self.sink_size, sinks, ring)

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from pod_kernels.segments import LayerSegments
+from pod_kernels.segments import LayerSlots
 
 
 @dataclass
@@ -65,7 +65,7 @@ class SkipStats:
 
 
 def attend_skipping(
-    logits: Tensor, values: Tensor, positions: Tensor, layer: LayerSegments, tau: float, stats: SkipStats | None
+    logits: Tensor, values: Tensor, positions: Tensor, layer: LayerSlots, tau: float, stats: SkipStats | None
 ) -> Tensor:
     """Apply one query's softmax to the values, distant ones left out where the gate is at least tau.
 

@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pod_kernels.packed import PackedLayer
-from pod_kernels.segments import LayerSegments, Segments
+from pod_kernels.segments import LayerSlots, Segments
 
 BLOCK = 1024  # slots looked at together
 
@@ -65,7 +64,7 @@ def _append(
         tl.store(near + (near_base + slot) * DIM + dim, tl.load(k + new, mask=taken), mask=taken)
 
 
-def append(layer: LayerSegments, k: Tensor, v: Tensor, positions: Tensor) -> None:
+def append(layer: LayerSlots, k: Tensor, v: Tensor, positions: Tensor) -> None:
     """Store one token of each row in all heads of a layer.
 
     Args:
@@ -73,20 +72,19 @@ def append(layer: LayerSegments, k: Tensor, v: Tensor, positions: Tensor) -> Non
         positions: [B, 1] int64, -1 for padding.
     """
     batch, kv_heads, _, dim = v.shape
-    near = layer.near.rectangle
     _append[(batch, kv_heads)](
         k.contiguous(),
         v.contiguous(),
         layer.keys.data,
         layer.values.data,
-        near,
+        layer.near_keys,
         positions.contiguous(),
         positions if layer.index is None else layer.index,
         layer.keys.offsets,
         layer.values.offsets,
         layer.num_anchors,
         batch,
-        near.shape[2],
+        layer.near_keys.shape[2],
         layer.sink_size,
         layer.ring_size,
         *layer.keys.offsets.stride(),
@@ -173,7 +171,7 @@ def _append_packed(
 
 
 def append_packed(
-    layer: PackedLayer,
+    layer: LayerSlots,
     held: Segments | None,
     scores: Segments | None,
     k: Tensor,

@@ -45,8 +45,7 @@ class AdaKV(SnapKV):
         stage = sharing.stages[-1]
         counts = [earlier.budgets for earlier in sharing.stages[:-1]]
         counts.append([[self.budget] * len(sharing.seen) for _ in stage.heads])
-        anchors = sharing.blocks.anchors.tolist()
-        sizes = [sum(line[head] == stage.layer for line in anchors) for head in stage.heads]
+        sizes = [sharing.blocks.layout().sizes[stage.layer, head] for head in stage.heads]
         for size in sorted(set(sizes)):
             rivals = [index for index, other in enumerate(sizes) if other == size]
             always = sharing.always[stage.layer, stage.heads[rivals[0]]]

@@ -96,11 +96,11 @@ class CAKE(Eviction):
 
     def allocate(self, sharing: Sharing) -> list[list[list[int]]]:
         counts = super().allocate(sharing)
-        anchors = sharing.blocks.anchors.tolist()
-        for head in range(len(anchors[0])):
-            column = [row[head] for row in anchors]
+        layout = sharing.blocks.layout()
+        for head in range(sharing.blocks.num_kv_heads):
+            column = [row[head] for row in layout.anchors]
             blocks = [
-                (stage, index, column.count(layer.layer))
+                (stage, index, layout.sizes[layer.layer, head])
                 for stage, layer in enumerate(sharing.stages)
                 for index, anchored in enumerate(layer.heads)
                 if anchored == head

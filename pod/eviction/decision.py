@@ -11,19 +11,22 @@ Legend: B rows, A units anchored in a layer, G query heads per KV head, T querie
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
 
-from pod.cache_rows import Rows
+from pod.blocks import Unit
 from pod.eviction.base import Eviction, Sharing, Stage, runs_of
 from pod.eviction.observation import Observation, observe
-from pod.eviction.units import Unit, Units
 from pod_kernels import Segments
 from pod_kernels.backend import runs_triton
 from pod_kernels.cached import MAX_LOGITS
 from pod_kernels.repacking import Change, Chosen
+
+if TYPE_CHECKING:
+    from pod.slot_storage import SlotStorage
 
 
 @dataclass
@@ -53,8 +56,7 @@ class Decision:
     Args:
         config: the PoD model's config.
         method: the eviction method.
-        units: what is held.
-        rows: say what a share came to in each row.
+        storage: what is held.
 
     Attributes:
         windows: by layer with anchors, of the prefill that runs.
@@ -63,9 +65,9 @@ class Decision:
         ValueError: the budget is below what is always kept.
     """
 
-    def __init__(self, config: PreTrainedConfig, method: Eviction, units: Units, rows: Rows) -> None:
-        self.method, self.units, self.rows, self.blocks = method, units, rows, config.blocks
-        self.last_layer = {(row[g], g): layer for layer, row in enumerate(units.anchors) for g in range(len(row))}
+    def __init__(self, config: PreTrainedConfig, method: Eviction, storage: "SlotStorage") -> None:
+        self.method, self.storage, self.blocks = method, storage, config.blocks
+        self.last_layer = self.blocks.layout().last_layers
         self.groups = config.num_attention_heads // config.num_key_value_heads
         self.sinks = {unit: config.sink_size if last > unit[0] else 0 for unit, last in self.last_layer.items()}
         if method.per_layer:
@@ -83,7 +85,7 @@ class Decision:
     @property
     def _runs(self) -> list[tuple[Eviction, slice]]:
         """The method as runs of rows have it."""
-        return runs_of(self.method, self.rows.budgets)
+        return runs_of(self.method, self.storage.rows.budgets)
 
     def _scored(self, score: Callable[[Eviction, slice], Tensor]) -> Tensor:
         """[B, ..] what `score` says of each run of rows."""
@@ -98,8 +100,8 @@ class Decision:
     def seen(self, layer: int, q: Tensor, positions: Tensor, scale: float) -> Window:
         """Of a forward's queries [B, H, T, D] at [B, T] those that will be looked at; more are not grouped (copied)."""
         last = q.shape[2] if self.method.carries else self._window
-        queries = q[:, :, -last:].unflatten(1, (len(self.units.orders[layer]), -1)).transpose(0, 1)
-        anchors = self.units.index(layer, q.device)[: self.units.num_anchors[layer]]
+        queries = q[:, :, -last:].unflatten(1, (len(self.storage.orders[layer]), -1)).transpose(0, 1)
+        anchors = self.storage.index(layer, q.device)[: self.storage.num_anchors[layer]]
         return Window(queries[anchors], positions[:, -last:], scale)
 
     def select_rows(self, rows: Tensor) -> None:
@@ -127,7 +129,7 @@ class Decision:
         Returns:
             What is kept of each unit, scores [B, A, T], and budgets [A][B].
         """
-        heads, newest = self.units.orders[layer][: len(keys)], positions[:, -1]
+        heads, newest = self.storage.orders[layer][: len(keys)], positions[:, -1]
         held = positions[:, None].expand(-1, len(keys), -1)
         live = [(newest + 1).tolist()] * len(keys)
         scores, stage = self._stage(layer, heads, live, window, keys, held, newest)
@@ -138,9 +140,9 @@ class Decision:
 
     def look(self, layer: int, window: Window) -> None:
         """Add the chunk's attention to carried scores, and keep its last queries for the decision."""
-        table = self.units.tables[layer]
+        table = self.storage.tables[layer]
         if self.method.carries:
-            sees = self.units.keys(layer), table.positions(), window.positions[:, -1]
+            sees = self.storage.keys(layer), table.positions(), window.positions[:, -1]
             table.add_scores(self._scored(lambda method, rows: _summed(method, *_of_rows(rows, window, *sees))))
         if layer in self.windows:
             before = self.windows[layer]
@@ -153,11 +155,11 @@ class Decision:
 
     def of_slots(self, layer: int, newest: Tensor) -> None:
         """Score and allocate for the units anchored in a layer; their tokens up to `newest` [B] are in their slots."""
-        table, held = self.units.tables[layer], self.units.tables[layer].positions()
+        table, held = self.storage.tables[layer], self.storage.tables[layer].positions()
         carried = table.carried() if self.method.carries else None
         table.held = table.live().tolist()
         scores, stage = self._stage(
-            layer, table.heads, table.held, self.windows[layer], self.units.keys(layer), held, newest, carried
+            layer, table.heads, table.held, self.windows[layer], self.storage.keys(layer), held, newest, carried
         )
         if not self.method.carries:
             table.scores = Segments.packed(table.slots.sizes, len(held), 1, dtype=torch.float32, device=held.device)
@@ -174,7 +176,7 @@ class Decision:
             length: the longest row.
         """
         changes = {}
-        for anchor, table in self.units.tables.items():
+        for anchor, table in self.storage.tables.items():
             over = [
                 index
                 for index, head in enumerate(table.heads)
@@ -187,7 +189,7 @@ class Decision:
             keep = kept(table.carried(over), held, self._forced(anchor, heads, held, newest), counts)
             chosen = [Chosen.of(keep[:, column], held[:, column]) for column in range(len(over))]
             counts, budgets = [one.counts for one in chosen], [table.budgets[index] for index in over]
-            sizes = self.units.headroom.evicted(counts, budgets, length)
+            sizes = self.storage.headroom.evicted(counts, budgets, length)
             units = [(anchor, head) for head in heads]
             changes |= zip(units, zip(chosen, sizes, strict=True), strict=True)
         return changes
@@ -234,19 +236,19 @@ class Decision:
 
     def _forced(self, layer: int, heads: tuple[int, ...], held: Tensor, newest: Tensor) -> Tensor:
         """[B, A, N] what is always kept: the last tokens, and sinks of units of several layers."""
-        sinks = self.units.on_device(tuple(self.sinks[layer, head] for head in heads), held.device)[:, None]
+        sinks = self.storage.on_device(tuple(self.sinks[layer, head] for head in heads), held.device)[:, None]
         runs = [(method.protected_with(self.groups), rows) for method, rows in self._runs]
         last = runs[0][0]
         if len(runs) > 1:
             each = tuple(protected for protected, rows in runs for _ in range(rows.start, rows.stop))
-            last = self.units.on_device(each, held.device)[:, None, None]
+            last = self.storage.on_device(each, held.device)[:, None, None]
         return (held >= 0) & ((held < sinks) | (held > newest[:, None, None] - last))
 
     def _allocated(self, stage: Stage, newest: Tensor) -> list[list[int]]:
         """Enter the stage; budgets [A][B] of its units, and new targets of those before it."""
         for earlier in self._stages:
             earlier.scores = earlier.candidates = None
-            earlier.held = self.units.tables[earlier.layer].held
+            earlier.held = self.storage.tables[earlier.layer].held
         self._stages.append(stage)
         seen, self._spared, parts = (newest + 1).tolist(), [], []
         for method, rows in self._runs:
@@ -261,7 +263,7 @@ class Decision:
         ]
         for earlier, counts in zip(self._stages[:-1], budgets, strict=False):
             earlier.budgets = counts
-            table = self.units.tables[earlier.layer]
+            table = self.storage.tables[earlier.layer]
             table.budgets = counts
             table.targets = self._targets(table.held, counts)
         stage.budgets = budgets[-1]
@@ -286,7 +288,7 @@ class Decision:
             evicts: the method does at this step; else only what it carries is added.
             is_settled: units were within their budgets before the newest token.
         """
-        table = self.units.tables[layer]
+        table = self.storage.tables[layer]
         held, weights = table.positions(), weights.transpose(0, 1)
 
         def score(method: Eviction, rows: slice) -> Tensor:
@@ -302,7 +304,7 @@ class Decision:
             return
         forced = self._forced(layer, table.heads, held, newest)
         if table.budgets is None:  # the prefill broke off before anything was decided
-            table.budgets = [list(self.rows.budgets or [self.method.budget] * len(held))] * len(table.heads)
+            table.budgets = [list(self.storage.rows.budgets or [self.method.budget] * len(held))] * len(table.heads)
         counts = table.budget_counts()
         if is_settled and self.method.when == 1:
             over = (held >= 0).sum(dim=-1) > counts

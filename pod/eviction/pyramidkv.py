@@ -37,7 +37,7 @@ class PyramidKV(SnapKV):
 
     def allocate(self, sharing: Sharing) -> list[list[list[int]]]:
         counts = super().allocate(sharing)
-        anchors = sharing.blocks.anchors.tolist()
+        anchors = sharing.blocks.layout().anchors
         for row, seen in enumerate(sharing.seen):
             if sharing.spared[row] or seen < 2 * (self.budget - self.window):
                 continue

@@ -136,19 +136,10 @@ class SlotStore(Store):
     ) -> None:
         self.config, self.cascades, self.rotates, self.scoring = config, cascades, rotates, scoring
         self.window = window
-        self._blocks = blocks
-        anchors = blocks.anchors.tolist()
-        self._anchors = anchors
-        is_anchor = [[anchor == layer for anchor in row] for layer, row in enumerate(anchors)]
-        heads = range(blocks.num_kv_heads)
-        self._orders = [sorted(heads, key=lambda head, row=row: not row[head]) for row in is_anchor]
-        self._num_anchors = [sum(row) for row in is_anchor]
+        self._blocks, self._layout = blocks, blocks.layout()
+        self._anchors, self._orders = self._layout.anchors, self._layout.orders
+        self._num_anchors, self._ends = self._layout.num_anchors, self._layout.ends
         self._first_units = [0, *accumulate(self._num_anchors)]
-        last = blocks.num_layers - 1
-        self._ends = [
-            [layer == last or anchors[layer + 1][head] != anchors[layer][head] for head in heads]
-            for layer in range(blocks.num_layers)
-        ]
         self._head_orders: list[HeadOrder] = []  # made where the store is
         self._moved, self._moved_there = 0, None
         self._ring = OwnRing(config.sink_size, config.recent_size, cascades.slots)
@@ -487,8 +478,8 @@ class SlotStore(Store):
         """Of every layer, in one copy."""
         tables = []
         for layer, order in enumerate(self._orders):
-            anchors = [(self._anchors[layer][head], head) for head in order]
-            units = [self._first_units[anchor] + self._orders[anchor].index(head) for anchor, head in anchors]
+            blocks = self._layout.units(layer)
+            units = [self._first_units[unit[0]] + self._layout.place(unit) for unit in blocks]
             tables += [order, np.argsort(order), units, [self._ends[layer][head] for head in order]]
         tables = on_device([np.array(table) for table in tables], device)
         return [HeadOrder(*tables[first : first + 3], tables[first + 3].bool()) for first in range(0, len(tables), 4)]
@@ -503,10 +494,9 @@ class SlotStore(Store):
         batch, device = len(self._seen), like.device
         anchors = self._num_anchors[layer]
         others = self._blocks.num_kv_heads - anchors
-        lengths = torch.zeros(batch, dtype=torch.long, device=device)
 
         def segments(heads: int, capacity: int) -> Segments:
-            return Segments.allocate(heads, capacity, like.shape[-1], lengths, dtype=like.dtype, device=device)
+            return Segments.rectangular(heads, batch, capacity, like.shape[-1], dtype=like.dtype, device=device)
 
         slots = self.cascades.slots
         units = slice(*self._first_units[layer : layer + 2])

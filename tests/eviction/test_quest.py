@@ -120,7 +120,7 @@ def test_what_is_not_read_is_not_touched(which):
     finish = cache.finish
     cache.finish = lambda: reads.append(cache._step.read) or finish()
     expected = fed(model, cache, tokens(2, 1))
-    for layer, segments in enumerate(poisoned._keeping.segments):
+    for layer, segments in enumerate(poisoned._storage.layers):
         for place, head in enumerate(segments.order):
             read = reads[0][int(poisoned.blocks.anchors[layer, head]), head]
             for row in range(2):

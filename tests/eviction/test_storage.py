@@ -86,28 +86,28 @@ def test_a_large_budget_changes_nothing(method, which):
 @named(TIGHT + [Ragged(16)])
 def test_logits_after_eviction_are_attention_to_what_is_kept(method, which, monkeypatch):
     # The fast attention against its plain loops, inside the model, with slots in any order and ragged heads.
-    from pod.eviction import manager
-    from pod_kernels.packed import packed_attention, reference_packed_attention
+    from pod import slot_storage
+    from pod_kernels.cached import cached_attention, reference_cached_attention
 
     model, compared = build(*which), []
 
     def both(q, layer, **kwargs):
-        result = packed_attention(q, layer, **kwargs)
+        result = cached_attention(q, layer, **kwargs)
         out = result[0] if isinstance(result, tuple) else result
         if kwargs["scores"] is None:
-            names = ("positions", "slot_positions", "q_distant", "distant_keys", "scale")
-            expected = reference_packed_attention(q, layer, **{name: kwargs[name] for name in names})
+            names = ("positions", "table", "q_distant", "distant_keys", "scale")
+            expected = reference_cached_attention(q, layer, **{name: kwargs[name] for name in names})
             torch.testing.assert_close(out, expected, atol=2e-5, rtol=1e-4)
             compared.append(layer)
         return result
 
-    monkeypatch.setattr(manager, "packed_attention", both)
+    monkeypatch.setattr(slot_storage, "cached_attention", both)
     cache = pod.PodCache(model.config, eviction=method)
     ids, mask = left_padded((40, 26))
     fed(model, cache, ids, mask)
     if which[1] == "keys" or which[2] is DENSE:
         # As under share=keys, a step then leaves no scores, and the reference can be asked.
-        storage, sharing = cache._evicting, {**model.config.to_dict(), "share": "keys"}
+        storage, sharing = cache._storage, {**model.config.to_dict(), "share": "keys"}
         storage.config, config = type(model.config).from_dict(sharing), storage.config
         for _ in range(4):
             mask = torch.nn.functional.pad(mask, (0, 1), value=1)
@@ -253,8 +253,8 @@ def test_ragged_heads_are_stored_as_such(anchors):
     # Values and anchor keys of exactly what is kept, a position and a score or two beside each unit.
     is_dense = anchors is DENSE
     pairs = sum(16 - 2 * head - row for row in range(3) for head in range(2)) * 5
-    assert sum(layer.values.data.shape[0] for layer in cache._evicting.units.layers) == pairs
-    assert is_dense == (sum(layer.keys.data.shape[0] for layer in cache._evicting.units.layers) == pairs)
+    assert sum(layer.values.data.shape[0] for layer in cache._storage.layers) == pairs
+    assert is_dense == (sum(layer.keys.data.shape[0] for layer in cache._storage.layers) == pairs)
     fed(model, cache, tokens(3, 1))
 
 
@@ -294,7 +294,7 @@ def test_storage_grows_in_all_layers_at_once(method):
     fed(model, cache, ids, mask)
     most_near = model.config.sink_size + model.config.recent_size + cache.crop_slack
     for step in range(15):
-        units = cache._evicting.units
+        units = cache._storage
         before = [storage.data_ptr() for storage in cache.storages() if storage.numel()]
         counts = [count for table in units.tables.values() for head in table.live().tolist() for count in head]
         mask = torch.nn.functional.pad(mask, (0, 1), value=1)
@@ -513,7 +513,7 @@ def test_half_precision(method):
     _, logits, _ = greedy(model, cache, out, 5)
     fed(model, cache, tokens(2, 4))
     assert logits.dtype == torch.bfloat16 and logits.isfinite().all()
-    assert cache._evicting.units.layers[1].values.data.dtype == torch.bfloat16
+    assert cache._storage.layers[1].values.data.dtype == torch.bfloat16
 
 
 def test_eviction_on_the_command_line(capsys):
@@ -584,7 +584,7 @@ def test_a_failed_step_adds_nothing_to_carried_scores():
             broken_off(model, one, tokens(2, 1))
         fed(model, one, tokens(2, 1))
     for layer in range(5):
-        scores = [one._evicting.units.tables[layer].scores.data for one in (cache, expected)]
+        scores = [one._storage.tables[layer].scores.data for one in (cache, expected)]
         torch.testing.assert_close(*scores, atol=1e-6, rtol=0)
 
 

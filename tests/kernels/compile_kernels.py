@@ -53,14 +53,17 @@ def main() -> None:
     positions = lengths[:, None] - 1
     layer = cases.make_layer((False, True), lengths, dim=128, dtype=HALF, capacity=256)
     given = cases.decoded(layer, lengths, 4, "scores", HALF)
-    options = dict(q_distant=None, distant_keys=(), scale=0.1, scores=given["scores"], score_heads=(1,))
+    options = dict(
+        q_distant=None, distant_keys=(), scale=0.1, scores=given["scores"], score_heads=(1,), stats=SkipStats()
+    )
     for tau in (None, 0.5):
-        decode.cached_decode(given["q"], layer, positions=positions, tau=tau, stats=SkipStats(), **options)
+        sharing = dict(table=None, tau=tau, return_weights=False)
+        decode.cached_decode(given["q"], layer, positions=positions, **sharing, **options)
     update.append(layer, half(2, 2, 1, 128), half(2, 2, 1, 128), positions)
 
     packed, table = cases.make_packed(cases.SLOTS["ragged"], 1)
-    options |= dict(slot_positions=((table, 0), (table, 1)), scores=torch.empty(2, 2, 2, 1, 21), return_weights=True)
-    decode.packed_decode(torch.randn(2, 4, 1, 16), packed, positions=positions, **options)
+    options |= dict(table=((table, 0), (table, 1)), scores=torch.empty(2, 2, 2, 1, 21), return_weights=True, tau=None)
+    decode.cached_decode(torch.randn(2, 4, 1, 16), packed, positions=positions, **options)
     new, slots = torch.randn(2, 2, 2, 1, 16), torch.zeros(1, 2, 1, dtype=torch.long)
     update.append_packed(packed, table, cases.packed(cases.SLOTS["ragged"], 1), *new, positions, slots)
 

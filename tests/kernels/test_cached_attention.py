@@ -1,12 +1,14 @@
 """Attention to a cache's segments: the batched form against the plain loops, and both against the whole sequence."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pod_kernels import LayerSegments, Segments, SkipStats, cached, cached_attention, reference
+from pod_kernels import LayerSlots, Segments, SkipStats, cached, cached_attention, reference
 from pod_kernels.cached import reference_cached_attention
 
 DIM = 16
@@ -23,7 +25,7 @@ LAYOUTS = pytest.mark.parametrize("is_anchor", PATTERNS, ids=lambda pattern: "".
 
 def random_segments(heads: int, capacity: int, lengths: Tensor, dtype: torch.dtype) -> Segments:
     """Segments whose every slot, the unwritten ones too, holds random numbers."""
-    segments = Segments.allocate(heads, capacity, DIM, lengths, dtype=dtype, device=lengths.device)
+    segments = Segments.rectangular(heads, len(lengths), capacity, DIM, dtype=dtype, device=lengths.device)
     segments.data.copy_(torch.randn(segments.data.shape))
     return segments
 
@@ -37,23 +39,23 @@ def make_layer(
     slack: int = SLACK,
     capacity: int = CAPACITY,
     dtype: torch.dtype = torch.float32,
-) -> LayerSegments:
+) -> LayerSlots:
     """A layer of a cache, anchors stored first."""
     order = tuple(sorted(range(len(is_anchor)), key=lambda head: not is_anchor[head]))
     anchors = sum(is_anchor)
-    return LayerSegments(
+    return LayerSlots(
         order=order,
         num_anchors=anchors,
         values=random_segments(len(order), capacity, lengths, dtype),
         keys=random_segments(anchors, capacity, lengths, dtype),
-        near=random_segments(len(order) - anchors, min(capacity, sinks + recent + slack), lengths, dtype),
+        near_keys=torch.randn(len(order) - anchors, len(lengths), min(capacity, sinks + recent + slack), DIM).to(dtype),
         sink_size=sinks,
         recent_size=recent,
         ring_size=recent + slack,
     )
 
 
-def both(q: Tensor, layer: LayerSegments, scores: Tensor | None = None, **kwargs) -> tuple[tuple, tuple]:
+def both(q: Tensor, layer: LayerSlots, scores: Tensor | None = None, **kwargs) -> tuple[tuple, tuple]:
     """(out, lse, gate, workspace) of `cached_attention` and of its reference."""
     results = []
     for function in (cached_attention, reference_cached_attention):
@@ -69,7 +71,7 @@ def assert_equal(actual: tuple, expected: tuple, tolerance: float = 1e-5) -> Non
         torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance, msg=lambda text, n=name: f"{n}: {text}")
 
 
-def anchor_keys(layer: LayerSegments, lengths: Tensor, dtype: torch.dtype = torch.float32) -> tuple:
+def anchor_keys(layer: LayerSlots, lengths: Tensor, dtype: torch.dtype = torch.float32) -> tuple:
     """Another layer's key segments, of which the shared heads use the last heads in reverse."""
     shared = KV_HEADS - layer.num_anchors
     segments = random_segments(KV_HEADS, CAPACITY, lengths, dtype)
@@ -88,7 +90,7 @@ def test_decode_with_scores_equals_reference(is_anchor, score_heads):
     # One slot more than tokens: the workspace, too, is allocated for what will come.
     scores = torch.randn(KV_HEADS, len(LENGTHS), GROUPS, 1, CAPACITY)
     length = int(lengths.max())
-    options = dict(positions=lengths[:, None] - 1, lengths=lengths, length=length, score_heads=heads)
+    options = dict(positions=lengths[:, None] - 1, unused=CAPACITY - length, score_heads=heads)
     actual, expected = both(q, layer, scores, **options)
     assert_equal(actual, expected)
     for row, seen in enumerate(LENGTHS):
@@ -109,8 +111,7 @@ def test_decode_without_scores_equals_reference(is_anchor):
     q, q_distant = torch.randn(2, len(LENGTHS), HEADS, 1, DIM)
     options = dict(
         positions=lengths[:, None] - 1,
-        lengths=lengths,
-        length=int(lengths.max()),
+        unused=CAPACITY - int(lengths.max()),
         q_distant=q_distant,
         distant_keys=anchor_keys(layer, lengths),
         scale=0.3,
@@ -118,7 +119,7 @@ def test_decode_without_scores_equals_reference(is_anchor):
     assert_equal(*both(q, layer, **options))
 
 
-def several_queries(is_anchor, dtype=torch.float32, **sizes) -> tuple[Tensor, LayerSegments, dict]:
+def several_queries(is_anchor, dtype=torch.float32, **sizes) -> tuple[Tensor, LayerSlots, dict]:
     """Six queries; the last row held nothing before and begins with two padding tokens."""
     count = 6
     before = torch.tensor([2, 30, 9, 0])
@@ -127,16 +128,21 @@ def several_queries(is_anchor, dtype=torch.float32, **sizes) -> tuple[Tensor, La
     positions[3, :2] = -1
     layer = make_layer(is_anchor, before, dtype=dtype, **sizes)
     q, q_distant = torch.randn(2, 4, HEADS, count, DIM).to(dtype)
-    shared = KV_HEADS - layer.num_anchors
     options = dict(
         positions=positions,
-        lengths=before,
-        length=int(positions.max()) + 1,
+        unused=CAPACITY - int(positions.max()) - 1,
         q_distant=q_distant,
         distant_keys=anchor_keys(layer, before, dtype),
-        new_keys=torch.randn(4, shared, count, DIM).to(dtype) if shared else None,
     )
-    return q, layer, options
+    new_keys = torch.randn(KV_HEADS - layer.num_anchors, 4, count, DIM).to(dtype)
+    return q, with_new_keys(layer, before, positions, new_keys), options
+
+
+def with_new_keys(layer: LayerSlots, before: Tensor, positions: Tensor, new_keys: Tensor) -> LayerSlots:
+    """The layer with own keys [S, B, T, D] of several queries at `positions` behind those of `before` [B] tokens."""
+    known = torch.cat([layer.ring_positions(before), positions], dim=1)[None]
+    near_keys = torch.cat([layer.near_keys, new_keys], dim=2)
+    return replace(layer, near_keys=near_keys, near_positions=known, near_slots=known)
 
 
 @LAYOUTS
@@ -156,13 +162,14 @@ def test_several_queries_equal_reference(is_anchor, max_logits, monkeypatch):
 def test_chunks_of_queries_are_small(monkeypatch):
     monkeypatch.setattr(cached, "MAX_LOGITS", 4 * HEADS * 36 * 2)
     sizes = []
-    put_proximal = cached._put_proximal
+    logits_of = cached._Asked.logits
 
-    def noted(logits, *args):
+    def noted(*args):
+        logits = logits_of(*args)
         sizes.append(logits.shape[3])
-        return put_proximal(logits, *args)
+        return logits
 
-    monkeypatch.setattr(cached, "_put_proximal", noted)
+    monkeypatch.setattr(cached._Asked, "logits", noted)
     torch.manual_seed(3)
     q, layer, options = several_queries((True, False, True))
     cached_attention(q, layer, **options)
@@ -181,7 +188,7 @@ def test_a_row_of_padding_only_decodes_to_zero():
     lengths = torch.tensor([7, 0])
     layer = make_layer((True, False, False), lengths)
     scores = torch.randn(KV_HEADS, 2, GROUPS, 1, CAPACITY)
-    options = dict(positions=lengths[:, None] - 1, lengths=lengths, length=7, score_heads=(0,))
+    options = dict(positions=lengths[:, None] - 1, unused=CAPACITY - 7, score_heads=(0,))
     actual, expected = both(torch.randn(2, HEADS, 1, DIM), layer, scores, **options)
     assert_equal(actual, expected)
     assert not actual[0][1].any() and torch.isfinite(actual[0]).all()
@@ -205,7 +212,7 @@ def test_results_on_request():
     assert torch.equal(cached_attention(q, layer, return_gate=True, **options)[1], gate)
 
 
-def store(layer: LayerSegments, k: Tensor, v: Tensor, lengths: tuple[int, ...], until: Tensor) -> None:
+def store(layer: LayerSlots, k: Tensor, v: Tensor, lengths: tuple[int, ...], until: Tensor) -> None:
     """Write right-aligned rows, k and v [B, H_kv, T, D], token by token; `near` up to `until` [B] tokens."""
     total = k.shape[2]
     for row, count in enumerate(lengths):
@@ -216,8 +223,8 @@ def store(layer: LayerSegments, k: Tensor, v: Tensor, lengths: tuple[int, ...], 
                 if place < layer.num_anchors:
                     layer.keys.rectangle[place, row, position] = k[row, head, column]
                 elif position < int(until[row]):
-                    slot = int(layer.near_slots(torch.tensor(position)))
-                    layer.near.rectangle[place - layer.num_anchors, row, slot] = k[row, head, column]
+                    slot = int(layer.ring_places(torch.tensor(position)))
+                    layer.near_keys[place - layer.num_anchors, row, slot] = k[row, head, column]
 
 
 @pytest.mark.parametrize("share", ["scores", "keys"])
@@ -244,14 +251,15 @@ def test_last_tokens_equal_the_whole_sequence(is_anchor, count, share):
     positions = after[:, None] - count + torch.arange(count)
     shared = layer.order[layer.num_anchors :]
     last = slice(total - count, total)
-    common = dict(positions=positions.clamp(min=-1), length=total, return_lse=True, return_gate=True)
+    positions = positions.clamp(min=-1)
+    common = dict(positions=positions, unused=CAPACITY - total, return_lse=True, return_gate=True)
+    if count > 1:
+        layer = with_new_keys(layer, before, positions, k[:, shared][:, :, last].transpose(0, 1))
     actual = cached_attention(
         q[:, :, last],
         layer,
-        lengths=before,
         q_distant=q_distant[:, :, last],
         distant_keys=tuple((anchor_layer.keys, head) for head in shared),
-        new_keys=None if count == 1 else k[:, shared][:, :, last],
         **common,
     )
     assert_equal(actual, [part[:, :, last] for part in expected])
@@ -259,39 +267,77 @@ def test_last_tokens_equal_the_whole_sequence(is_anchor, count, share):
     if count == 1 and share == "scores":  # the same through the numbers that the anchor layer left
         scores = torch.full((KV_HEADS, 4, GROUPS, 1, CAPACITY), torch.nan)
         heads = tuple(range(KV_HEADS))
-        workspace = dict(scores=scores, lengths=after, **common)
+        workspace = dict(scores=scores, **common)
         cached_attention(q_anchor[:, :, last], anchor_layer, score_heads=heads, **workspace)
         actual = cached_attention(q[:, :, last], layer, **workspace)
         assert_equal(actual, [part[:, :, last] for part in expected])
+
+
+# ---------------------------------------------------------------------- slots of any positions
+
+
+def with_table(layer: LayerSlots, options: dict) -> tuple[LayerSlots, dict]:
+    """The same content where a table says that slot = position, and own keys lie with their positions and slots."""
+    positions, known = options["positions"], layer.near_positions
+    known = layer.ring_positions(positions[:, 0] + 1)[None] if known is None else known
+    known = known.int().expand(layer.near_keys.shape[:3])
+    table = Segments.rectangular(KV_HEADS, len(positions), CAPACITY, 1, dtype=torch.int32, device=known.device)
+    column = torch.arange(CAPACITY, dtype=torch.int32)
+    table.rectangle[..., 0] = torch.where(column <= positions[:, -1:], column, -1)
+    options = options | {"table": tuple((table, place) for place in range(KV_HEADS))}
+    return replace(layer, ring_size=0, near_positions=known, near_slots=known.clamp(min=0)), options
+
+
+@LAYOUTS
+@pytest.mark.parametrize("case", ["scores", "keys", "several"])
+def test_a_table_of_slots_in_order_changes_nothing(is_anchor, case):
+    torch.manual_seed(9)
+    lengths = torch.tensor([*LENGTHS, 0])  # a row of which only padding was seen
+    if case == "several":
+        q, layer, options = several_queries(is_anchor)
+    else:
+        layer = make_layer(is_anchor, lengths)
+        q, q_distant = torch.randn(2, len(lengths), HEADS, 1, DIM)
+        options = dict(positions=lengths[:, None] - 1, unused=CAPACITY - int(lengths.max()))
+        if case == "keys":
+            options |= dict(q_distant=q_distant, distant_keys=anchor_keys(layer, lengths))
+    scores = torch.randn(KV_HEADS, len(lengths), GROUPS, 1, CAPACITY) if case == "scores" else None
+    heads = layer.order[: layer.num_anchors]
+    expected, _ = both(q, layer, scores, score_heads=heads, **options)
+    layer, options = with_table(layer, options)
+    actual, loops = both(q, layer, scores, score_heads=heads, **options)
+    assert_equal(actual, loops)
+    for one, other in zip(actual[:3], expected[:3], strict=True):
+        assert torch.equal(one, other)
+    if scores is not None:
+        for row, seen in enumerate(lengths.tolist()):
+            assert torch.equal(actual[3][:, row, ..., :seen], expected[3][:, row, ..., :seen])
 
 
 # ---------------------------------------------------------------------- segments
 
 
 def test_rectangle_is_a_view_of_the_packed_storage():
-    lengths = torch.zeros(2, dtype=torch.long)
-    segments = Segments.allocate(3, 5, 4, lengths, dtype=torch.float32, device=torch.device("cpu"))
+    segments = Segments.rectangular(3, 2, 5, 4, dtype=torch.float32, device=torch.device("cpu"))
     assert segments.data.shape == (30, 4) and segments.rectangle.shape == (3, 2, 5, 4)
     assert segments.rectangle.data_ptr() == segments.data.data_ptr()
     segments.rectangle[2, 1, 3] = 7.0
     assert (segments.data[int(segments.offsets[1, 2]) + 3] == 7).all()
     assert sorted(segments.offsets.flatten().tolist()) == list(range(0, 30, 5))
     assert (segments.capacities == 5).all() and segments.nbytes() == 30 * 4 * 4
-    # The lengths are the caller's: advancing them advances the segments.
-    lengths += 3
-    assert segments.lengths.tolist() == [[3, 3, 3], [3, 3, 3]]
+    part = segments.part(1, 2)
+    assert part.rectangle.shape == (2, 2, 5, 4) and torch.equal(part.rectangle, segments.rectangle[1:])
+    assert part.data.data_ptr() == segments.rectangle[1].data_ptr()
+    assert int(part.offsets[1, 1]) == int(segments.offsets[1, 2]) - 10
 
 
 def test_no_heads_take_no_bytes():
-    lengths = torch.zeros(2, dtype=torch.long)
-    segments = Segments.allocate(0, 5, 4, lengths, dtype=torch.float32, device=torch.device("cpu"))
+    segments = Segments.rectangular(0, 2, 5, 4, dtype=torch.float32, device=torch.device("cpu"))
     assert segments.nbytes() == 0 and segments.rectangle.shape[0] == 0
 
 
 def test_ragged_segments_have_no_rectangle():
-    lengths = torch.zeros(1, dtype=torch.long)
-    segments = Segments.allocate(2, 5, 4, lengths, dtype=torch.float32, device=torch.device("cpu"))
-    segments.is_rectangle = False
+    segments = Segments.packed([[5], [4]], 1, 4, dtype=torch.float32, device=torch.device("cpu"))
     with pytest.raises(ValueError, match="different capacities"):
         segments.rectangle  # noqa: B018
 
@@ -308,7 +354,7 @@ def test_ring_slots_and_positions_against_a_plain_ring(sinks, recent, slack, cap
     counts = data.draw(st.lists(st.integers(0, capacity), min_size=1, max_size=4))
     lengths = torch.tensor(counts)
     layer = make_layer((False,), lengths, sinks=sinks, recent=recent, slack=slack, capacity=capacity)
-    slots = layer.near.rectangle.shape[2]
+    slots = layer.near_keys.shape[2]
     expected = []
     for count in counts:
         held, turn = [-1] * slots, 0
@@ -319,13 +365,13 @@ def test_ring_slots_and_positions_against_a_plain_ring(sinks, recent, slack, cap
                 slot = sinks + turn
                 turn = (turn + 1) % (recent + slack)
             held[slot] = position
-            assert int(layer.near_slots(torch.tensor(position))) == slot
+            assert int(layer.ring_places(torch.tensor(position))) == slot
         expected.append(held)
-    positions = layer.near_positions(lengths)
+    positions = layer.ring_positions(lengths)
     assert positions.tolist() == expected
-    # Inverse of each other: each held position stands in the slot that near_slots names.
+    # Inverse of each other: each held position stands in the slot that ring_places names.
     rows, columns = (positions >= 0).nonzero(as_tuple=True)
-    assert torch.equal(layer.near_slots(positions[rows, columns]), columns)
+    assert torch.equal(layer.ring_places(positions[rows, columns]), columns)
 
 
 # Early skip
@@ -340,7 +386,7 @@ def test_skipping_equals_reference_and_its_counts(is_anchor, uses_scores, tau):
     layer = make_layer(is_anchor, lengths)
     q, q_distant = torch.randn(2, len(lengths), HEADS, 1, DIM)
     scores = torch.randn(KV_HEADS, len(lengths), GROUPS, 1, CAPACITY)
-    options = dict(positions=lengths[:, None] - 1, lengths=lengths, length=int(lengths.max()))
+    options = dict(positions=lengths[:, None] - 1, unused=CAPACITY - int(lengths.max()))
     if uses_scores:
         options["score_heads"] = ()
     else:
@@ -385,7 +431,7 @@ def test_a_skipping_group_does_not_read_distant_values():
             if (row, layer.order[head]) != (1, 1):
                 layer.values.data[start + SINKS : start + max(SINKS, seen - RECENT)] = torch.nan
     stats = SkipStats()
-    options = dict(positions=lengths[:, None] - 1, lengths=lengths, length=int(lengths.max()), scores=scores)
+    options = dict(positions=lengths[:, None] - 1, unused=CAPACITY - int(lengths.max()), scores=scores)
     out = cached_attention(q, layer, tau=0.7, stats=stats, **options)
     assert out.isfinite().all()
     distant = [max(0, seen - SINKS - RECENT) for seen in LENGTHS]

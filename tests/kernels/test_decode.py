@@ -6,6 +6,7 @@ The interpreter needs tens of milliseconds for each program, so shapes are as sm
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,18 +19,15 @@ import pod
 from pod.eviction import CAKE, H2O, TOVA, AdaKV, Cascade, SnapKV, StreamingLLM
 from pod.eviction.observation import Observation
 from pod_kernels import (
-    LayerSegments,
-    PackedLayer,
+    LayerSlots,
     Segments,
     SkipStats,
     attention_weights,
     backend,
     cached_attention,
-    packed_attention,
 )
 from pod_kernels.cached import reference_cached_attention
 from pod_kernels.cascade import Cascades, CascadeState
-from pod_kernels.packed import reference_packed_attention
 from pod_kernels.slots import slot_attention
 
 splits = pytest.importorskip("pod_kernels.splits", reason="triton is not installed")
@@ -62,7 +60,7 @@ def torch_and_small_tiles(request, monkeypatch):
 
 def random_segments(heads: int, capacity: int, lengths: Tensor, dim: int, dtype: torch.dtype) -> Segments:
     """Segments whose every slot, the unwritten ones too, holds random numbers."""
-    segments = Segments.allocate(heads, capacity, dim, lengths, dtype=dtype, device=lengths.device)
+    segments = Segments.rectangular(heads, len(lengths), capacity, dim, dtype=dtype, device=lengths.device)
     segments.data.normal_()
     return segments
 
@@ -74,28 +72,35 @@ def make_layer(
     dtype: torch.dtype = torch.float32,
     capacity: int = CAPACITY,
     sizes: tuple[int, int, int] = (SINKS, RECENT, SLACK),
-) -> LayerSegments:
+) -> LayerSlots:
     order = tuple(sorted(range(len(is_anchor)), key=lambda head: not is_anchor[head]))
     anchors, (sinks, recent, slack) = sum(is_anchor), sizes
-    return LayerSegments(
+    return LayerSlots(
         order=order,
         num_anchors=anchors,
         values=random_segments(len(order), capacity, lengths, dim, dtype),
         keys=random_segments(anchors, capacity, lengths, dim, dtype),
-        near=random_segments(len(order) - anchors, min(capacity, sinks + recent + slack), lengths, dim, dtype),
+        near_keys=torch.empty(
+            len(order) - anchors,
+            len(lengths),
+            min(capacity, sinks + recent + slack),
+            dim,
+            dtype=dtype,
+            device=lengths.device,
+        ).normal_(),
         sink_size=sinks,
         recent_size=recent,
         ring_size=recent + slack,
     )
 
 
-def decoded(layer: LayerSegments, lengths: Tensor, groups: int, share: str, dtype=torch.float32, seed=0) -> dict:
+def decoded(layer: LayerSlots, lengths: Tensor, groups: int, share: str, dtype=torch.float32, seed=0) -> dict:
     """The arguments of `cached_attention` for one query in each row."""
     torch.manual_seed(seed)
     kv_heads, dim = len(layer.order), layer.values.data.shape[1]
     batch, capacity = len(lengths), layer.values.rectangle.shape[2]
     q, q_distant = torch.randn(2, batch, kv_heads * groups, 1, dim, device=lengths.device).to(dtype)
-    options = dict(q=q, positions=lengths[:, None] - 1, lengths=lengths, length=int(lengths.max()))
+    options = dict(q=q, positions=lengths[:, None] - 1, unused=capacity - int(lengths.max()))
     if share == "scores":
         options["scores"] = torch.randn(kv_heads, batch, groups, 1, capacity, device=lengths.device)
         options["score_heads"] = layer.order[: layer.num_anchors]
@@ -111,7 +116,7 @@ def with_kernels(monkeypatch, function, *args, **kwargs):
         return function(*args, **kwargs)
 
 
-def compare(monkeypatch, layer: LayerSegments, options: dict, tau: float | None, tolerance: float = 1e-5) -> None:
+def compare(monkeypatch, layer: LayerSlots, options: dict, tau: float | None, tolerance: float = 1e-5) -> None:
     """Everything that the kernels give back or leave behind, against the plain loops."""
     results, stats, workspaces = [], [SkipStats(), SkipStats()], []
     for kernels, count in zip((True, False), stats, strict=True):
@@ -128,7 +133,7 @@ def compare(monkeypatch, layer: LayerSegments, options: dict, tau: float | None,
         torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance, msg=lambda text, n=name: f"{n}: {text}")
     assert stats[0].collect() == stats[1]
     if workspaces:
-        for row, length in enumerate(options["lengths"].tolist()):
+        for row, length in enumerate((options["positions"][:, 0] + 1).tolist()):
             distant = slice(layer.sink_size, max(layer.sink_size, length - layer.recent_size))
             one, other = (workspace[:, row, ..., distant] for workspace in workspaces)
             torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
@@ -174,24 +179,18 @@ def test_sizes_of_sinks_and_ring(sizes, tau, monkeypatch):
         compare(monkeypatch, layer, decoded(layer, lengths, 2, "scores"), tau)
 
 
-def half_errors(monkeypatch, layer: LayerSegments, options: dict) -> tuple[float, float]:
+def half_errors(monkeypatch, layer: LayerSlots, options: dict) -> tuple[float, float]:
     """Largest error of the kernels and of eager torch in half precision, against float32 on the same numbers."""
 
     def widened(part):
         if isinstance(part, Segments):
-            return Segments(part.data.float(), part.offsets, part.lengths, part.capacities)
+            return replace(part, data=part.data.float())
         if isinstance(part, tuple):
             return tuple(widened(one) for one in part)
         return part.float() if isinstance(part, Tensor) and part.dtype.is_floating_point else part
 
-    wide = LayerSegments(
-        layer.order,
-        layer.num_anchors,
-        *(widened(part) for part in (layer.values, layer.keys, layer.near)),
-        sink_size=layer.sink_size,
-        recent_size=layer.recent_size,
-        ring_size=layer.ring_size,
-    )
+    parts = {name: widened(getattr(layer, name)) for name in ("values", "keys", "near_keys")}
+    wide = replace(layer, **parts)
     truth = cached_attention(layer=wide, **{name: widened(part) for name, part in options.items()})
     outs = []
     for kernels in (True, False):
@@ -224,7 +223,7 @@ def packed(sizes: list[list[int]], dim: int = 16) -> Segments:
     return segments
 
 
-def make_packed(sizes: list[list[int]], anchors: int) -> tuple[PackedLayer, Segments]:
+def make_packed(sizes: list[list[int]], anchors: int) -> tuple[LayerSlots, Segments]:
     """A layer with random content and its table of positions: the newest, some earlier ones, holes; two spare slots."""
     table = Segments.packed(sizes, 2, 1, dtype=torch.int32, device=DEVICE, fill=-1)
     others, places = len(sizes) - anchors, SINKS + RECENT + 3
@@ -239,7 +238,7 @@ def make_packed(sizes: list[list[int]], anchors: int) -> tuple[PackedLayer, Segm
             for place, slot in enumerate(is_near.nonzero()[:, 0].tolist() if head >= anchors else []):
                 near_positions[head - anchors, row, place + 1] = held[slot]
                 near_slots[head - anchors, row, place + 1] = slot
-    layer = PackedLayer(
+    layer = LayerSlots(
         order=(1, 0),
         num_anchors=anchors,
         values=packed(sizes),
@@ -260,12 +259,12 @@ def test_slots_of_any_positions_with_keys(name, anchors, monkeypatch):
     q, q_distant = torch.randn(2, 2, 4, 1, 16, device=DEVICE)
     options = dict(
         positions=torch.tensor(NEWEST, device=DEVICE)[:, None],
-        slot_positions=((table, 0), (table, 1)),
+        table=((table, 0), (table, 1)),
         q_distant=q_distant,
         distant_keys=tuple((packed(SLOTS[name]), head) for head in range(anchors, 2)),
     )
-    out = with_kernels(monkeypatch, packed_attention, q, layer, **options)
-    torch.testing.assert_close(out, reference_packed_attention(q, layer, **options), atol=1e-5, rtol=1e-5)
+    out = with_kernels(monkeypatch, cached_attention, q, layer, **options)
+    torch.testing.assert_close(out, reference_cached_attention(q, layer, **options), atol=1e-5, rtol=1e-5)
 
 
 def test_slots_of_any_positions_read_what_their_anchor_left(monkeypatch):
@@ -273,7 +272,7 @@ def test_slots_of_any_positions_read_what_their_anchor_left(monkeypatch):
     anchor, table = make_packed(SLOTS["ragged"], 2)
     q_anchor, q = torch.randn(2, 2, 4, 1, 16, device=DEVICE)
     positions = torch.tensor(NEWEST, device=DEVICE)[:, None]
-    common = dict(positions=positions, slot_positions=((table, 0), (table, 1)), return_weights=True)
+    common = dict(positions=positions, table=((table, 0), (table, 1)), return_weights=True)
     torch.manual_seed(7)
     layer, _ = make_packed(SLOTS["ragged"], 0)
     layer.near_positions.fill_(-1)
@@ -290,8 +289,8 @@ def test_slots_of_any_positions_read_what_their_anchor_left(monkeypatch):
         common["scores"] = torch.full((2, 2, 2, 1, 23), torch.nan, device=DEVICE)
         run = (lambda *args, **kwargs: with_kernels(monkeypatch, *args, **kwargs)) if kernels else None
         run = run or (lambda function, *args, **kwargs: function(*args, **kwargs))
-        left = run(packed_attention, q_anchor, anchor, score_heads=(0, 1), **common)
-        results.append((*left, run(packed_attention, q, layer, **common)[0]))
+        left = run(cached_attention, q_anchor, anchor, score_heads=(0, 1), **common)
+        results.append((*left, run(cached_attention, q, layer, **common)[0]))
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
 
@@ -611,12 +610,12 @@ def test_large_ragged_slots_in_bfloat16(monkeypatch):
             part.data = torch.randn(part.data.shape, device=DEVICE).bfloat16().to(dtype)
         none = torch.empty(0, 2, 0, 128, dtype=dtype, device=DEVICE)
         index = torch.empty(0, 2, 0, dtype=torch.int32, device=DEVICE)
-        layers[dtype] = PackedLayer((1, 0), 2, values, keys, none, index, index, SINKS, RECENT)
+        layers[dtype] = LayerSlots((1, 0), 2, values, keys, none, index, index, SINKS, RECENT)
     q = torch.randn(2, 8, 1, 128, device=DEVICE).bfloat16()
-    options = dict(positions=newest[:, None], slot_positions=((table, 0), (table, 1)))
-    truth = packed_attention(q.float(), layers[torch.float32], **options)
-    eager = packed_attention(q, layers[torch.bfloat16], **options)
-    runs = [with_kernels(monkeypatch, packed_attention, q, layers[torch.bfloat16], **options) for _ in range(20)]
+    options = dict(positions=newest[:, None], table=((table, 0), (table, 1)))
+    truth = cached_attention(q.float(), layers[torch.float32], **options)
+    eager = cached_attention(q, layers[torch.bfloat16], **options)
+    runs = [with_kernels(monkeypatch, cached_attention, q, layers[torch.bfloat16], **options) for _ in range(20)]
     assert all(torch.equal(run, runs[0]) for run in runs)
     errors = [float((out.float() - truth).abs().max()) for out in (runs[0], eager)]
     assert errors[0] <= 2 * errors[1]

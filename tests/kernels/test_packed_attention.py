@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pod_kernels import PackedLayer, Segments, attention_weights, packed_attention
-from pod_kernels.packed import reference_packed_attention
+from pod_kernels import LayerSlots, Segments, attention_weights, cached_attention
+from pod_kernels.cached import reference_cached_attention
 
 DIM, GROUPS, SINKS, RECENT = 8, 2, 2, 5
 BATCH = 3
@@ -19,7 +19,7 @@ def packed(sizes: list[list[int]], dim: int = DIM) -> Segments:
     return segments
 
 
-def make(sizes: list[list[int]], anchors: int) -> tuple[PackedLayer, Segments]:
+def make(sizes: list[list[int]], anchors: int) -> tuple[LayerSlots, Segments]:
     """A layer with random content, and its table of positions: each row's newest ones, some earlier ones, and holes."""
     table = Segments.packed(sizes, BATCH, 1, dtype=torch.int32, device=torch.device("cpu"), fill=-1)
     others, places = len(sizes) - anchors, 1 + max(max(head) for head in sizes)
@@ -35,7 +35,7 @@ def make(sizes: list[list[int]], anchors: int) -> tuple[PackedLayer, Segments]:
                 for place, slot in enumerate(torch.randperm(size).tolist()):
                     near_positions[head - anchors, row, place] = held[slot]
                     near_slots[head - anchors, row, place] = slot
-    layer = PackedLayer(
+    layer = LayerSlots(
         order=(2, 0, 1),
         num_anchors=anchors,
         values=packed(sizes),
@@ -64,13 +64,13 @@ def test_equals_the_reference(name, anchors, count):
     distant = packed(SIZES[name])
     options = dict(
         positions=positions,
-        slot_positions=tuple((table, head) for head in range(3)),
+        table=tuple((table, head) for head in range(3)),
         q_distant=torch.randn(q.shape),
         distant_keys=tuple((distant, head) for head in range(anchors, 3)),
         scale=0.4,
     )
-    out, weights = packed_attention(q, layer, **options, return_weights=True)
-    torch.testing.assert_close(out, reference_packed_attention(q, layer, **options), atol=1e-5, rtol=1e-5)
+    out, weights = cached_attention(q, layer, **options, return_weights=True)
+    torch.testing.assert_close(out, reference_cached_attention(q, layer, **options), atol=1e-5, rtol=1e-5)
     assert weights.shape[:4] == (anchors, BATCH, GROUPS, count)
     assert (out[1, :, 0] == 0).all() == (count == 4)  # the second row has two tokens: the first queries are padding
     if anchors:
@@ -91,30 +91,28 @@ def test_scores_left_by_an_anchor_equal_those_computed_again(name):
     layer.near_positions.fill_(-1)
     q, positions = queries(1)
     q_own = torch.randn(q.shape)
-    common = dict(positions=positions, slot_positions=tuple((table, head) for head in range(3)), scale=0.4)
+    common = dict(positions=positions, table=tuple((table, head) for head in range(3)), scale=0.4)
     left = torch.full((3, BATCH, GROUPS, 1, 11), torch.nan)
-    packed_attention(q, anchor, **common, scores=left, score_heads=(0, 1, 2))
-    read = packed_attention(q_own, layer, **common, scores=left)
+    cached_attention(q, anchor, **common, scores=left, score_heads=(0, 1, 2))
+    read = cached_attention(q_own, layer, **common, scores=left)
     keys = tuple((anchor.keys, head) for head in range(3))
-    assert torch.allclose(read, packed_attention(q_own, layer, **common, q_distant=q, distant_keys=keys), atol=1e-6)
+    assert torch.allclose(read, cached_attention(q_own, layer, **common, q_distant=q, distant_keys=keys), atol=1e-6)
 
 
 def test_packed_segments():
     segments = packed([[4, 4, 4], [4, 4, 4], [2, 3, 0], [5, 5, 5]], dim=1)
-    assert [tuple(piece) for piece in segments.pieces(1)] == [
-        (0, 1, 0, 3, 4),
-        (1, 1, 0, 3, 4),
+    assert [tuple(piece) for piece in segments.pieces()] == [
+        (0, 2, 0, 3, 4),
         (2, 1, 0, 1, 2),
         (2, 1, 1, 1, 3),
         (2, 1, 2, 1, 0),
         (3, 1, 0, 3, 5),
     ]
-    assert [tuple(piece)[:2] for piece in segments.pieces(0)][0] == (0, 2)
     assert segments.nbytes() == 4 * (24 + 5 + 15)
     padded = segments.padded(-7.0)
     assert padded.shape == (4, 3, 5, 1)
     assert torch.equal(padded[2, 1, :3], segments.run(2, 1)) and (padded[2, 1, 3:] == -7).all()
-    assert torch.equal(segments.view(segments.pieces(0)[0])[1], padded[1, :, :4])
+    assert torch.equal(segments.view(segments.pieces()[0])[1], padded[1, :, :4])
     with pytest.raises(ValueError, match="different capacities"):
         _ = segments.rectangle
 

@@ -1,0 +1,884 @@
+"""The storage of a cache's tokens: slots, whether tokens are dropped or not.
+
+- Every layer has values; of its keys those of its anchor heads, and of the others the *own keys* of proximal tokens.
+- Where nothing is evicted, slot = position, own keys lie in sinks and a ring of `recent_size + crop_slack` tokens, and
+  with N tokens stored the bytes are exactly
+
+      B * D * itemsize * sum over layers and KV heads of [ N + (N if anchor else min(N, sinks + recent + crop_slack)) ]
+
+  Blocks of one layer make this the storage of a dense model. Under `share: kv` the anchor heads keep keys and values,
+  the others nothing: 2 * B * D * itemsize * N bytes for each anchor head.
+- With an eviction method each block has, per row, its own number of slots: what is kept and headroom for what will
+  come. A table beside the anchors' keys says which position each slot holds. Evicting after a prefill packs anew, in
+  order of position, and frees; evicting at a step marks slots as empty and the next token is written there.
+- A prefill in one forward into an empty cache is then never stored: the anchor layer decides, and of it and of each
+  further layer of the block only what was chosen is copied. Any other prefill (a further turn, chunks inside
+  `cache.prefill()`) first adds its tokens to the slots; a block is evicted from after its last layer.
+- Storage that grows for one token grows in all layers before the first of them attends: until it is full again,
+  nothing moves.
+- Quantised, values and anchors' keys are at rest in fewer bits and are made full while their layer attends. With Quest
+  the pages of keys lie beside them.
+
+Legend: B rows, H_kv KV heads, A anchor heads of a layer (stored first), S the others, T tokens of a forward, D head
+dimension.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain, groupby, islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers.configuration_utils import PreTrainedConfig
+
+from pod.blocks import Unit
+from pod.cache_rows import Rows, Step
+from pod.eviction.base import Eviction, runs_of
+from pod.eviction.decision import Decision, Window
+from pod.eviction.headroom import Headroom
+from pod.eviction.near import Layer
+from pod.eviction.quest import Quest
+from pod.eviction.table import Table
+from pod_kernels import (
+    Quantization,
+    QuantizedSegments,
+    Segments,
+    SkipStats,
+    cached_attention,
+    paged_attention,
+    refresh_pages,
+)
+from pod_kernels.backend import runs_triton
+from pod_kernels.quantized import in_full, quantized
+from pod_kernels.repacking import Change, Chosen, repacked
+from pod_kernels.transfer import KeptOnDevice
+
+VECTORS = ("values", "keys")
+OWN = ("near_keys", "near_positions", "near_slots")
+FLAGS = ("is_frozen", "is_settled", "decoded", "added")
+
+
+class SlotStorage:
+    """Keys and values of a `PodCache`, which calls what is public here.
+
+    Args:
+        config: the PoD model's config.
+        rows: what the cache counts.
+        method: says what is kept; None: everything.
+        quest: chooses the pages that a decoded token reads; None reads all.
+        tau: of early skip; None skips nothing.
+        quantization: how values and distant keys are stored; None as they come.
+        max_length: tokens that each row will reach, None when unknown.
+        crop_slack: how many of the last tokens can be taken back.
+
+    Attributes:
+        layers: what each layer holds; None before its first token.
+        tables: by anchor layer; none without a method.
+        workspace: [H_kv, B, G, 1, W] float32, the scores that anchors leave during one step.
+        stats: what tau decided and left unread.
+
+    Raises:
+        ValueError: the budget is below what is always kept.
+    """
+
+    rotates = False
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        rows: Rows,
+        *,
+        method: Eviction | None,
+        quest: Quest | None,
+        tau: float | None,
+        quantization: Quantization | None,
+        max_length: int | None,
+        crop_slack: int,
+    ) -> None:
+        self.config, self.rows, self.method, self.quest, self.tau = config, rows, method, quest, tau
+        self.quantization = quantization
+        self.shares_kv = config.share == "kv"
+        layout = self.layout = config.blocks.layout()
+        self.orders, self.num_anchors = layout.orders, layout.num_anchors
+        if self.shares_kv:  # the other heads have nothing to store
+            self.orders = tuple(order[:count] for order, count in zip(layout.orders, layout.num_anchors, strict=True))
+        self.groups = config.num_attention_heads // config.num_key_value_heads
+        self.evicts_at_steps = method is not None and method.when > 0 and method.query_aware
+        most_own = config.sink_size + config.recent_size + (0 if self.evicts_at_steps else crop_slack)
+        self._ring_size = config.recent_size + crop_slack
+        self.headroom = Headroom(max_length, method.when if self.evicts_at_steps else 0, most_own)
+        self.in_prefill = False
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all tokens and free the storage."""
+        self.layers: list[Layer | None] = [None] * len(self.orders)
+        self.tables: dict[int, Table] = {}
+        self.workspace: Tensor | None = None
+        self.step: Step | None = None
+        self.stats = SkipStats()
+        self.on_device = KeptOnDevice()
+        self.decision = None if self.method is None else Decision(self.config, self.method, self)
+        self.chosen: dict[Unit, Chosen] = {}  # of blocks whose later layers are still to come, what to copy of them
+        self._attending: int | None = None  # the layer that is full, with quantization
+        self._resting: dict[tuple[int, str], QuantizedSegments] = {}  # what it was made full from
+        self._plain: dict[tuple[int, str], tuple] = {}  # sizes for which quantization does not pay
+        self.is_frozen = False
+        self.is_settled = False  # a step has evicted since the last prefill: every block is within its budget
+        self.decoded = 0
+        self.added = 0  # columns since the last eviction: as many can be cropped
+
+    # ------------------------------------------------------------------ what is held
+
+    def storages(self) -> list[Tensor]:
+        """Every tensor that is kept between two forwards, the workspace left out."""
+        return list(self._tensors().values())
+
+    def _tensors(self, used: int | None = None) -> dict[str, Tensor]:
+        """By name; where slot = position only the first `used` tokens of each row, when told."""
+        tensors = {}
+        for index, layer in self._stored():
+            parts = {name: getattr(layer, name) for name in (*VECTORS, "pages") if getattr(layer, name) is not None}
+            for name, part in parts.items():
+                if used is None:
+                    tensors |= part.named(f"layers.{index}.{name}")
+                else:
+                    count = self.quest.pages(used) if name == "pages" else used
+                    tensors[f"layers.{index}.{name}"] = part.rectangle[:, :, :count].flatten(0, 2)
+            for name in OWN if layer.near_positions is not None else OWN[:1]:
+                tensors[f"layers.{index}.{name}"] = getattr(layer, name)[:, :, :used]
+        for index, table in self.tables.items():
+            tensors |= {f"tables.{index}.{name}": tensor for name, tensor in table.tensors().items()}
+        return tensors
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """What `restore` needs, between two forwards: tensors by name, and what else there is as JSON."""
+        layers = [{"sizes": layer.values.sizes, "near_room": layer.near_room} for _, layer in self._stored()]
+        tables = {index: table.facts() for index, table in self.tables.items()}
+        used = None
+        if self.method is None and self.quantization is None:  # what is not used is not written
+            used = self.rows.longest
+            for facts in (*layers, *tables.values()):
+                facts |= {"sizes": [[used] * len(row) for row in facts["sizes"]]}
+        flags = {name: getattr(self, name) for name in FLAGS}
+        return self._tensors(used), {"layers": layers, "tables": tables, "flags": flags}
+
+    def restore(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        """Become the storage whose `state` this is, of the rows that the cache has restored; this one is empty."""
+        batch = len(self.rows.lengths)
+        for index, layer in enumerate(facts["layers"]):
+            name, anchors, sizes = f"layers.{index}", self.num_anchors[index], layer["sizes"]
+            own = {part: tensors[f"{name}.{part}"] for part in OWN if f"{name}.{part}" in tensors}
+            parts = {
+                part: self._restored(f"{name}.{part}", sizes if part == "values" else sizes[:anchors], batch, tensors)
+                for part in VECTORS
+            }
+            pages = tensors.get(f"{name}.pages")
+            if pages is not None:
+                width = len(pages) // max(1, anchors * batch)
+                pages = Segments.of([[width] * batch] * anchors, batch, pages)
+            self.layers[index] = self._layer(index, **parts, **own, near_room=layer["near_room"], pages=pages)
+        for name, table in facts["tables"].items():
+            known = {"slots": None, "scores": None}
+            if self.method is not None:
+                known["slots"] = Segments.of(table["sizes"], batch, tensors[f"tables.{name}.slots"])
+            if f"tables.{name}.scores" in tensors:
+                known["scores"] = Segments.of(table["sizes"], batch, tensors[f"tables.{name}.scores"])
+            self.tables[int(name)] = Table(**known | table | {"heads": tuple(table["heads"])})
+        for name, value in facts["flags"].items():
+            setattr(self, name, value)
+        if self.method is None and (self.headroom.max_length or 0) > self.rows.longest:
+            self._grow(list(self.tables), 0, self.rows.longest)
+
+    def _restored(
+        self, name: str, sizes: list[list[int]], batch: int, tensors: dict[str, Tensor]
+    ) -> Segments | QuantizedSegments:
+        if f"{name}.codes" not in tensors:
+            return Segments.of(sizes, batch, tensors[name])
+        parts = {part: tensors[f"{name}.{part}"] for part in QuantizedSegments.NAMES}
+        return QuantizedSegments(self.quantization, name.endswith("keys"), tuple(map(tuple, sizes)), batch, **parts)
+
+    def positions(self, layer: int) -> Tensor:
+        """[B, H_kv, n] int64 by head, in ascending order, -1 behind them."""
+        anchors = self.layout.anchors[layer]
+        if self.method is None:
+            column = torch.arange(self.rows.longest, device=self.rows.lengths.device)
+            kept = torch.where(column < self.rows.lengths[:, None], column, -1)
+            return kept[:, None].expand(-1, len(anchors), -1)
+        last = torch.iinfo(torch.long).max
+        rows = []
+        for head, anchor in enumerate(anchors):
+            rows.append(self.tables[anchor].positions([self.layout.place((anchor, head))])[:, 0])
+        widest = max(row.shape[1] for row in rows)
+        rows = [pad(row, (0, widest - row.shape[1]), value=-1) for row in rows]
+        held = torch.stack(rows, dim=1)
+        held = torch.where(held < 0, last, held).sort(dim=-1).values
+        held = held[..., : int((held != last).sum(dim=-1).max())]
+        return held.masked_fill(held == last, -1)
+
+    def _stored(self) -> list[tuple[int, Layer]]:
+        return [(index, layer) for index, layer in enumerate(self.layers) if layer is not None]
+
+    def _places(self, layer: int) -> list[tuple[Table, int]]:
+        """Of each of a layer's heads, in storage order, its block's table and place there."""
+        units = self.layout.units(layer)[: len(self.orders[layer])]
+        return [(self.tables[unit[0]], self.layout.place(unit)) for unit in units]
+
+    # ------------------------------------------------------------------ between two forwards
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep the rows `rows` [n] int64, in that order; the cache counts them already."""
+        for _, layer in self._stored():
+            layer.values, layer.keys = layer.values.of_rows(rows), layer.keys.of_rows(rows)
+            for name in OWN if layer.near_positions is not None else OWN[:1]:
+                setattr(layer, name, getattr(layer, name)[:, rows])
+            if layer.pages is not None:
+                layer.pages = layer.pages.of_rows(rows)
+        self.tables = {anchor: table.of_rows(rows) for anchor, table in self.tables.items()}
+        self.workspace = None
+        if self.decision is not None:
+            self.decision.select_rows(rows)
+
+    @property
+    def is_croppable(self) -> bool:
+        return not self.evicts_at_steps
+
+    def check_crop(self, removed: int) -> None:
+        """Refuse to take back what eviction has acted on.
+
+        Raises:
+            ValueError: the method evicts at every step, or the last eviction lies within the `removed` last tokens.
+        """
+        if self.method is None:
+            return
+        name = type(self.method).__name__
+        if self.decision.windows:
+            raise ValueError("cannot take back tokens inside cache.prefill(): close it first")
+        if self.evicts_at_steps:
+            raise ValueError(f"{name} evicts while decoding: what it dropped for the last tokens cannot be taken back")
+        if removed > self.added and self.is_frozen:
+            raise ValueError(
+                f"cannot take back {removed} tokens: they were in the prefill that {name} evicted from, {self.added} "
+                "tokens ago. With an assistant_model, whose first drafts come with the prompt, run the prompt through "
+                "the model with this cache before generate"
+            )
+        if removed > self.added:
+            raise ValueError(
+                f"cannot take back {removed} tokens: {name} evicted after the prefill, {self.added} tokens ago, with "
+                "the others in view. For draft tokens make the method with query_aware=False, which evicts only once"
+            )
+
+    def crop(self, lengths: Tensor, removed: int) -> None:
+        """Forget the positions from `lengths` [B] on, `removed` of each row."""
+        self.added -= removed
+        for table in self.tables.values():
+            table.crop(lengths, removed)
+        for _, layer in self._stored():
+            if layer.near_positions is not None:
+                layer.near_positions.masked_fill_(layer.near_positions >= lengths[:, None], -1)
+            self._refresh_pages(layer, (lengths - 1).clamp(min=0), lengths, 1)
+
+    def take_back(self, step: Step) -> bool:
+        """Forget a forward that broke off, whose tokens are in some layers; False where that cannot be."""
+        # A prefill adds to windows and scores, and evicts from the first blocks before the last have its tokens.
+        if self.acts or self.quantization is not None:
+            return False
+        self.crop(step.before, 0)
+        for table in self.tables.values():
+            table.room += 0 if table.new_slots is None else self.count
+            table.new_slots = table.received = table.condemned = None
+        self.step = None
+        return True
+
+    def expect(self, length: int | None) -> None:
+        """Rows will reach so many tokens; None: that is not known."""
+        self.headroom.max_length = length
+
+    # ------------------------------------------------------------------ CUDA graphs
+
+    @property
+    def repeats_steps(self) -> bool:
+        """Whether a CUDA graph can repeat a step of decoding while nothing moves."""
+        # A step that evicts is none like the next, a quantised layer is made full anew at every step, the host chooses
+        # pages and the anchors' segments, and storage that is full moves.
+        if self.evicts_at_steps or self.quantization is not None or self.quest is not None or self.shares_kv:
+            return False
+        return self.layers[0] is not None and not self._is_full and runs_triton(self.layers[0].values.data)
+
+    def host_state(self) -> tuple:
+        """What the host counts of the tokens stored."""
+        return self.step, self.decoded, self.added, self._rooms()
+
+    def set_host_state(self, state: tuple) -> None:
+        """Put back what `host_state` said."""
+        self.step, self.decoded, self.added, rooms = state
+        self._set_rooms(rooms)
+
+    def advance(self) -> None:
+        """Count one token more in every row, which a CUDA graph stores."""
+        self.decoded += 1
+        self.added += 1
+        self._set_rooms([room - 1 for room in self._rooms()])
+
+    def _rooms(self) -> list[int]:
+        """What the host counts down with every token: the room of each table, and for own keys of each layer."""
+        tables = [table.room for table in self.tables.values()]
+        return tables + [layer.near_room for _, layer in self._stored() if len(layer.near_keys)]
+
+    def _set_rooms(self, rooms: list[int]) -> None:
+        left = iter(rooms)
+        for table in self.tables.values():
+            table.room = next(left)
+        for _, layer in self._stored():
+            if len(layer.near_keys):
+                layer.near_room = next(left)
+
+    # ------------------------------------------------------------------ one forward
+
+    def open_prefill(self) -> None:
+        """The forwards up to `close_prefill` are one prefill."""
+        self.in_prefill = True
+        if self.decision is not None:
+            self.decision.begin()
+
+    def close_prefill(self) -> None:
+        """Evict after several forwards."""
+        self.in_prefill = False
+        if self.decision is None or not self.decision.windows or self.rows.lengths is None:
+            return
+        newest = self.rows.lengths - 1
+        for layer in sorted(self.decision.windows):
+            self.decision.of_slots(layer, newest)
+            self._settle(len(self.layers) - 1, newest, int(self.rows.lengths.max()))
+        self._end_prefill()
+
+    def abandon_prefill(self) -> None:
+        """A forward inside `prefill()` failed: nothing is evicted."""
+        self.in_prefill = False
+        if self.decision is not None:
+            self.decision.begin()
+
+    def begin(self, step: Step) -> None:
+        """Take note of what one forward adds."""
+        self.step, self.count = step, step.positions.shape[1]
+        self.is_decoding = self.count == 1 and not step.is_first and not self.in_prefill
+        self.acts = self.method is not None and not self.is_frozen and not self.is_decoding
+        self.is_direct = self.acts and step.is_first and not self.in_prefill
+        if self.method is not None and not self.in_prefill:
+            self.decision.begin()
+        if self.method is None:  # what a failed forward left is overwritten
+            for table in self.tables.values():
+                table.room = table.sizes[0][0] - self.rows.longest
+            for _, layer in self._stored():
+                layer.near_room = layer.near_keys.shape[2] - self.rows.longest
+        if self.count == 1 and not step.is_first:
+            self._make_room_for_one()
+
+    def finish(self) -> None:
+        """The forward is through all layers."""
+        self.added += self.count
+        if self.is_decoding:
+            self.decoded += 1
+            self.is_settled |= self._drop_condemned()
+        elif self.acts and not self.in_prefill:
+            self._end_prefill()
+        for table in self.tables.values():
+            if table.received is not None:
+                table.add_scores(table.received)
+            table.new_slots = table.received = None
+        self.step = None
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_distant: Tensor | None,
+        k_distant: Tensor | None,
+        scale: float,
+    ) -> Tensor:
+        """Attend, and keep what the method says; arguments as `PodCache.attend`."""
+        step, anchors, decision = self.step, self.num_anchors[layer], self.decision
+        newest = step.positions[:, -1]
+        acts = self.acts and anchors > 0
+        seen = decision.seen(layer, q.detach(), step.positions, scale) if acts else None
+        with self._in_full(layer):
+            if not self.is_direct:
+                known = self.write(layer, k, v)
+                if acts:
+                    decision.look(layer, seen)
+            if step.is_first:
+                out = step.attend_prompt(self.config, q, k, v, q_distant, k_distant, scale)
+            elif self.shares_kv:
+                out = self._attend_anchors(layer, q.detach(), scale)
+            else:
+                out = self._attend_slots(layer, known, q.detach(), q_distant, scale)
+            if self.is_direct:
+                self._store_prompt(layer, k, v, seen)
+            else:
+                if known is not self.layers[layer]:
+                    self.layers[layer].keep_own(known, step)
+                if acts and not self.in_prefill:
+                    decision.of_slots(layer, newest)
+            if self.acts and not self.in_prefill:
+                self._settle(layer, newest, step.length)
+        return out
+
+    def _end_prefill(self) -> None:
+        """Forget what only a prefill needs."""
+        self.decision.begin()
+        self.is_frozen = not self.method.query_aware
+        self.is_settled = False
+        self.decoded = self.added = 0
+        for table in self.tables.values():
+            table.targets = None
+            if not (self.method.carries or self.method.lasting) or self.is_frozen:
+                table.scores = None
+
+    # ------------------------------------------------------------------ tokens into slots
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> Layer:
+        """Give the tokens of this forward slots, and write keys and values there.
+
+        Args:
+            layer: its index.
+            k, v: [B, H_kv, T, D] by head.
+
+        Returns:
+            The layer as the forward's queries see it. Several queries need own keys that the last ones push out, so
+            those of new tokens are in `Layer.keep_own`'s hands afterwards.
+        """
+        step, anchors = self.step, self.num_anchors[layer]
+        self._make_room(layer, k)
+        stored, table = self.layers[layer], self.tables.get(layer)
+        if not stored.order:  # its anchors' layers store all there is (`share: kv`)
+            return stored
+        is_step = self.count == 1 and not step.is_first
+        if is_step and self.quantization is None and stored.pages is None and runs_triton(v):
+            self._append_by_kernel(layer, k, v)
+            return stored
+        keys, values = self._ordered(k, layer), self._ordered(v, layer)
+        real = None if step.even or self.count == 1 else step.real
+        if table is not None:
+            table.place(step, self.count)
+            table.write(step, real)
+            stored.keys.write(table.new_slots, keys[:anchors], real)
+        slots = self._slots(layer)
+        stored.values.write(slots, values, real)
+        after = torch.maximum(step.before, step.positions[:, -1] + 1)
+        self._refresh_pages(stored, step.before, after, self.count)
+        if anchors == len(stored.order):
+            return stored
+        own_slots = None if self.method is None else slots[anchors:]
+        if is_step:
+            stored.add_own(keys[anchors:], step, own_slots)
+            return stored
+        return stored.with_own(keys[anchors:], step, own_slots)
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """`write` a layer's keys and values without attention."""
+        with self._in_full(layer):
+            known = self.write(layer, k, v)
+            if known is not self.layers[layer]:
+                self.layers[layer].keep_own(known, self.step)
+
+    def _append_by_kernel(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """One token in each row, where slots hold any positions."""
+        from pod_kernels.update import append, append_packed  # imports triton
+
+        stored, table, held, scores, slots = self.layers[layer], self.tables.get(layer), None, None, None
+        if table is not None:
+            held, scores = table.slots, table.scores
+            table.room -= 1
+            table.is_packed &= self.step.all_real
+        stored.near_room -= 1
+        if self.method is None:
+            if len(stored.order) < k.shape[1]:
+                index = self.index(layer, k.device)
+                k, v = k[:, index], v[:, index]
+            append(stored, k.detach(), v.detach(), self.step.positions)
+            return
+        if stored.num_anchors < len(stored.order):
+            slots = torch.stack([one.new_slots[place] for one, place in self._places(layer)[stored.num_anchors :]])
+        keys, values = self._ordered(k, layer), self._ordered(v, layer)
+        new_slots = append_packed(stored, held, scores, keys, values, self.step.positions, slots)
+        if table is not None:
+            table.new_slots = new_slots
+
+    def _slots(self, layer: int) -> Tensor | int:
+        """[H_kv or 1, B, T] where this forward's tokens go in a layer's values, or the first slot of them everywhere.
+
+        Heads that are no anchors follow theirs, which have chosen.
+        """
+        slots = [one.new_slots if one.slots is None else one.new_slots[place] for one, place in self._places(layer)]
+        return slots[0] if self.method is None else torch.stack(slots)
+
+    def _ordered(self, new: Tensor, layer: int) -> Tensor:
+        """[B, H_kv, T, D] -> [H_kv, B, T, D] in storage order, a view where that is the order of the heads."""
+        new, order = new.detach().transpose(0, 1), self.orders[layer]
+        return new if order == tuple(range(len(new))) else new[self.index(layer, new.device)]
+
+    def index(self, layer: int, device: torch.device) -> Tensor:
+        """[H_kv] int64, the KV heads that a layer stores, where they can index without being copied there."""
+        return self.on_device(self.orders[layer], device)
+
+    def _refresh_pages(self, layer: Layer, before: Tensor, after: Tensor, most: int) -> None:
+        if self.quest is not None and layer.num_anchors:
+            page_size = self.quest.page_size
+            refresh_pages(layer.pages.rectangle, layer.keys.rectangle, before, after, page_size, most)
+
+    # ------------------------------------------------------------------ attention to a filled cache
+
+    def _attend_slots(self, layer: int, known: Layer, q: Tensor, q_distant: Tensor | None, scale: float) -> Tensor:
+        """Attention of q [B, H, T, D] to what the layer and its anchors hold."""
+        step, anchors, units = self.step, known.num_anchors, self.layout.units(layer)
+        is_single = self.count == 1
+        uses_scores = is_single and self.config.share == "scores"
+        distant_keys = () if uses_scores else tuple(self._anchor_keys(unit) for unit in units[anchors:])
+        common = {
+            "positions": step.positions,
+            "scores": self._scores(q, known) if uses_scores else None,
+            "score_heads": self.layout.score_heads[layer],
+            "distant_keys": distant_keys,
+            "scale": scale,
+        }
+        if self.quest is not None and is_single and not step.in_prefill:
+            self._choose_pages(layer, q)
+            if layer >= self.quest.dense_layers:
+                return paged_attention(q, known, torch.stack([step.read[unit] for unit in units]), **common)
+        tables = self._places(layer)
+        rooms = {one.room for one, _ in tables}
+        if self.method is None:
+            table, sees_all = None, is_single and step.even
+        else:
+            table = tuple((one.slots, place) for one, place in tables)
+            # Kernels ask the device which slots are in use: a CUDA graph repeats what the host knew.
+            is_known = is_single and len(rooms) == 1 and all(one.is_packed for one, _ in tables)
+            sees_all = is_known and not runs_triton(q)
+        unused = rooms.pop() if table is None or sees_all else 0
+        if q_distant is None or uses_scores:
+            q_distant = q
+        condemns = bool(self.is_decoding and self.evicts_at_steps and anchors)
+        result = cached_attention(
+            q,
+            known,
+            table=table,
+            unused=unused,
+            sees_all=sees_all,
+            q_distant=q_distant.detach() if distant_keys else None,
+            masks=step.masks,
+            tau=self.tau,
+            stats=self.stats,
+            return_weights=condemns,
+            **common,
+        )
+        if not condemns:
+            return result
+        out, weights = result
+        evicts = (self.decoded + 1) % self.method.when == 0
+        self.decision.condemn(layer, weights, step.positions[:, -1], evicts, self.is_settled)
+        return out
+
+    def _attend_anchors(self, layer: int, q: Tensor, scale: float) -> Tensor:
+        """Attention of q [B, H, T, D] to the keys and values of the layer's anchors, which are stored (`share: kv`)."""
+        step, parts, first = self.step, [], 0
+        # Heads in a row with one anchor layer are stored side by side.
+        for anchor, run in groupby(self.layout.anchors[layer]):
+            stored, heads = self.layers[anchor], len(list(run))
+            if heads < stored.num_anchors:
+                stored = stored.part(self.orders[anchor].index(first), heads)
+            parts.append(
+                cached_attention(
+                    q[:, first * self.groups : (first + heads) * self.groups],
+                    stored,
+                    positions=step.positions,
+                    unused=self.tables[anchor].room,
+                    sees_all=self.count == 1 and step.even,
+                    scale=scale,
+                    masks=step.masks,
+                )
+            )
+            first += heads
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def _scores(self, q: Tensor, known: Layer) -> Tensor:
+        """The workspace, wide enough for this layer; what anchors before it have left stays."""
+        heads, batch = len(known.order), q.shape[0]
+        old, width = self.workspace, max(map(max, known.values.sizes))
+        if old is None or old.shape[1] != batch or old.shape[-1] < width or old.device != q.device:
+            shape = (heads, batch, self.groups, 1, width)
+            self.workspace = torch.empty(shape, dtype=torch.float32, device=q.device)
+            if old is not None and old.shape[1] == batch and old.device == q.device:
+                self.workspace[..., : old.shape[-1]] = old
+        return self.workspace
+
+    def keys(self, layer: int) -> Tensor:
+        """[A, B, N, D] of a layer's anchor heads, in full precision."""
+        return in_full(self.layers[layer].keys).padded(0)
+
+    def _anchor_keys(self, unit: Unit) -> tuple[Segments, int]:
+        """Segments of a block's keys in full precision, and its head in them."""
+        keys, place = self.layers[unit[0]].keys, self.layout.place(unit)
+        return (keys, place) if isinstance(keys, Segments) else (keys.full(place), 0)
+
+    def _choose_pages(self, layer: int, q: Tensor) -> None:
+        """Note what the blocks anchored in `layer` read for the queries q [B, H, 1, D]."""
+        stored, step = self.layers[layer], self.step
+        anchors = stored.num_anchors
+        if anchors:
+            asked = stored.stored(q.unflatten(1, (len(stored.order), -1))[:, :, :, 0].transpose(0, 1))[:anchors]
+            pages = stored.pages.rectangle
+            parts = [
+                method.choose(asked[:, rows], pages[:, rows], step.positions[rows], step.length)
+                for method, rows in runs_of(self.quest, self.rows.budgets)
+            ]
+            read, widest = parts[0], max(part.shape[2] for part in parts)
+            if len(parts) > 1:  # rows whose shares of their prompts differ
+                read = torch.cat([pad(part, (0, widest - part.shape[2]), value=-1) for part in parts], dim=1)
+            step.read.update({(layer, head): read[place] for place, head in enumerate(stored.order[:anchors])})
+
+    # ------------------------------------------------------------------ what a prompt leaves
+
+    def _store_prompt(self, layer: int, k: Tensor, v: Tensor, seen: Window | None) -> None:
+        """Of a prompt that is not stored, copy what its blocks keep."""
+        step, anchors, units = self.step, self.num_anchors[layer], self.layout.units(layer)
+        keys, values = self._ordered(k, layer), self._ordered(v, layer)
+        if anchors:
+            chosen, scores, budgets = self.decision.of_prompt(layer, seen, keys[:anchors], step.positions)
+            counts = [one.counts for one in chosen]
+            sizes = self.headroom.evicted(counts, budgets, step.length)
+            table = self._new_table(layer, sizes, counts, budgets, has_scores=True)
+            for index, one in enumerate(chosen):
+                one.put(table.slots, index, step.positions[one.rows, one.sources, None].int())
+                one.put(table.scores, index, scores[one.rows, index, one.sources, None])
+            self.chosen |= zip(units[:anchors], chosen, strict=True)
+        chosen = [self.chosen[unit] for unit in units]
+        self.layers[layer] = stored = self._empty_layer(layer, keys)
+        for place, one in enumerate(chosen):
+            one.put(stored.values, place, values[place, one.rows, one.sources])
+            if place < anchors:
+                one.put(stored.keys, place, keys[place, one.rows, one.sources])
+        if len(chosen) > anchors:
+            # Of what is kept and proximal to the next token, the own keys.
+            slots = torch.full((len(chosen) - anchors, *step.positions.shape), -1, device=keys.device)
+            for own, one in zip(slots, chosen[anchors:], strict=True):
+                own[one.rows, one.sources] = one.slots
+            newest, reach = step.positions[:, -1], self.config.recent_size - 1
+            stored.pack_own(keys[anchors:], step.positions.expand(slots.shape), slots, newest, reach, step.length)
+        for unit in units:
+            if self.layout.last_layers[unit] == layer:
+                del self.chosen[unit]
+
+    # ------------------------------------------------------------------ room
+
+    @property
+    def _is_full(self) -> bool:
+        """One more token in every row needs storage that is not there yet."""
+        is_own_full = any(layer.is_own_full for _, layer in self._stored())
+        return is_own_full or any(table.room < 1 for table in self.tables.values())
+
+    def _make_room_for_one(self) -> None:
+        """Storage for one more token in every row, in all layers at once."""
+        if not self._is_full:
+            return
+        if any(table.room < 1 for table in self.tables.values()):
+            self._grow(list(self.tables), 1, self.step.length)
+        room = min(table.room for table in self.tables.values())
+        for _, layer in self._stored():
+            layer.widen_own(room, self.step.length)
+
+    def _make_room(self, layer: int, like: Tensor) -> None:
+        """Slots for the tokens of this forward; several need them in order of position."""
+        step, table, anchors = self.step, self.tables.get(layer), self.num_anchors[layer]
+        count = self.count if self.method is not None else step.length - self.rows.longest
+        if anchors and table is None:
+            held = [[0] * len(step.before) for _ in range(anchors)]
+            sizes = self.headroom.grown(held, count, step.length)
+            has_scores = self.method is not None and (self.method.carries or self.method.lasting)
+            self._new_table(layer, sizes, held, None, has_scores)
+        elif anchors and self.count > 1 and table.has_holes:
+            chosen = [Chosen.of(held >= 0, held) for held in table.positions().unbind(dim=1)]
+            sizes = self.headroom.grown([one.counts for one in chosen], count, step.length)
+            changes = zip(chosen, sizes, strict=True)
+            changes = {(layer, head): change for head, change in zip(table.heads, changes, strict=True)}
+            self._repack(changes, step.before - 1, self.config.recent_size - 1 if self.acts else None, step.length)
+        elif anchors and table.room < count:
+            self._grow([layer], count, step.length)
+        if self.layers[layer] is None:
+            self.layers[layer] = self._empty_layer(layer, self._ordered(like, layer))
+
+    def _grow(self, anchors: list[int], count: int, length: int) -> None:
+        """More slots for the blocks anchored in some layers; what they hold stays in the slots where it is."""
+        tables = [self.tables[anchor] for anchor in anchors]
+        if self.method is None:
+            held = [[self.rows.longest] * len(sizes) for table in tables for sizes in table.sizes]
+        else:
+            held = torch.cat([table.live() for table in tables]).tolist()
+        wanted = iter(zip(held, self.headroom.grown(held, count, length), strict=True))
+        for anchor, table in zip(anchors, tables, strict=True):
+            table.held, wider = map(list, zip(*islice(wanted, len(table.heads)), strict=True))
+            table.resize([list(map(max, *pair)) for pair in zip(table.sizes, wider, strict=True)])
+            self._resize(anchor, "keys", table.sizes)
+            if self.quest is not None:
+                pages = [[self.quest.pages(size) for size in sizes] for sizes in table.sizes]
+                self.layers[anchor].pages = self.layers[anchor].pages.resized(pages)
+            table.count_room()
+        for index, _ in self._stored():
+            self._resize(index, "values", [table.sizes[place] for table, place in self._places(index)])
+
+    def _resize(self, layer: int, name: str, sizes: list) -> None:
+        """Give a layer's keys or values capacities that are no smaller, and what they were made full from."""
+        segments, resting = getattr(self.layers[layer], name), self._resting.get((layer, name))
+        if segments.sizes == tuple(map(tuple, sizes)):
+            return
+        setattr(self.layers[layer], name, segments.resized(sizes))
+        if resting is not None:
+            self._resting[layer, name] = resting.resized(sizes)
+
+    def _new_table(
+        self,
+        layer: int,
+        sizes: list[list[int]],
+        held: list[list[int]],
+        budgets: list[list[int]] | None,
+        has_scores: bool,
+    ) -> Table:
+        heads = self.layout.orders[layer][: self.num_anchors[layer]]
+        batch, device, slots, scores = len(sizes[0]), self.step.positions.device, None, None
+        if self.method is not None:
+            slots = Segments.packed(sizes, batch, 1, dtype=torch.int32, fill=-1, device=device)
+        if has_scores:
+            scores = Segments.packed(sizes, batch, 1, dtype=torch.float32, device=device)
+        table = self.tables[layer] = Table(heads, sizes, slots, scores, held, budgets)
+        table.count_room()
+        return table
+
+    def _empty_layer(self, layer: int, like: Tensor) -> Layer:
+        """Slots for a layer whose blocks have theirs."""
+        anchors, heads, own, pages = self.num_anchors[layer], len(self.orders[layer]), {}, None
+        batch, dim = like.shape[1], like.shape[3]
+        options = {"dtype": like.dtype, "device": like.device}
+        sizes = [table.sizes[index] for table, index in self._places(layer)]
+        places, length = 0, self.step.length
+        if self.method is None:
+            if heads > anchors:
+                places = self.headroom.near(min(length, self.headroom.most_near), sizes[0][0], length)
+        else:
+            empty = torch.empty(heads - anchors, batch, 0, dtype=torch.int32, device=like.device)
+            own = {"near_positions": empty, "near_slots": empty}
+        if self.quest is not None:
+            width = [[self.quest.pages(size) for size in rows] for rows in sizes[:anchors]]
+            pages = Segments.packed(width, batch, 2 * dim, **options)
+        near_keys = like.new_zeros(heads - anchors, batch, places, dim)
+        values, keys = (Segments.packed(part, batch, dim, **options) for part in (sizes, sizes[:anchors]))
+        return self._layer(layer, values=values, keys=keys, near_keys=near_keys, pages=pages, **own)
+
+    def _layer(self, layer: int, **parts: Any) -> Layer:
+        order = tuple(range(self.num_anchors[layer])) if self.shares_kv else self.orders[layer]
+        ring_size = self._ring_size if self.method is None else 0
+        known = {"sink_size": self.config.sink_size, "recent_size": self.config.recent_size, "ring_size": ring_size}
+        return Layer(order, self.num_anchors[layer], **parts, **known, headroom=self.headroom)
+
+    # ------------------------------------------------------------------ fewer tokens
+
+    def _settle(self, layer: int, newest: Tensor, length: int) -> None:
+        """Evict from the blocks whose last layer is at most `layer` and which hold more than they may."""
+        changes = self.decision.excess(layer, newest, length)
+        if changes:
+            self._repack(changes, newest, self.config.recent_size - 1, length)
+
+    def _repack(self, changes: dict[Unit, Change], newest: Tensor, reach: int | None, length: int) -> None:
+        """Give blocks new slots: what was chosen of their tokens, in order, in as many slots as said.
+
+        Args:
+            changes: by block.
+            newest: [B] the newest token that all of their layers have.
+            reach: how far behind it own keys are kept; None as far as they may be cropped.
+            length: the longest row.
+        """
+        for anchor in {anchor for anchor, _ in changes}:
+            table, layer = self.tables[anchor], self.layers[anchor]
+            by_place = {table.heads.index(head): change for (a, head), change in changes.items() if a == anchor}
+            table.slots = repacked(table.slots, by_place, fill=-1)
+            table.sizes = list(map(list, table.slots.sizes))
+            if table.scores is not None:
+                table.scores = repacked(table.scores, by_place)
+            layer.keys = repacked(in_full(layer.keys), by_place)
+            self._put_to_rest(anchor)
+            for place, (chosen, _) in by_place.items():
+                table.held[place] = chosen.counts
+            if len(by_place) == len(table.heads):
+                table.has_holes = False
+            table.count_room()
+        for index, layer in self._stored():
+            units = self.layout.units(index)
+            by_place = {place: changes[unit] for place, unit in enumerate(units) if unit in changes}
+            if not by_place:
+                continue
+            layer.values = repacked(in_full(layer.values), by_place)
+            self._put_to_rest(index)
+            if layer.near_keys.numel():
+                places = self._places(index)[layer.num_anchors :]
+                held = [table.positions([place])[:, 0] for table, place in places]
+                layer.relink_own(held, newest, reach, length)
+
+    def _drop_condemned(self) -> bool:
+        """Mark slots that a step gives up as empty, and own keys that lie apart with them; whether it gave up any."""
+        evicting = [table for table in self.tables.values() if table.condemned is not None]
+        if not evicting:
+            return False
+        for index, layer in self._stored():
+            for own, (table, place) in enumerate(self._places(index)[layer.num_anchors :]):
+                gone = table.condemned[place].gather(1, layer.near_slots[own].long())
+                layer.near_positions[own].masked_fill_(gone, -1)
+        for table in evicting:
+            table.drop_condemned()
+        return True
+
+    # ------------------------------------------------------------------ quantization
+
+    @contextmanager
+    def _in_full(self, layer: int) -> Iterator[None]:
+        """Keys and values of the layer at hand in full precision, and at rest again behind it."""
+        stored, self._attending, self._resting = self.layers[layer], layer, {}
+        for name in VECTORS if stored is not None and self.quantization is not None else ():
+            if isinstance(getattr(stored, name), QuantizedSegments):
+                self._resting[layer, name] = getattr(stored, name)
+                setattr(stored, name, getattr(stored, name).full())
+        yield
+        self._attending = None
+        self._put_to_rest(layer)
+
+    def _put_to_rest(self, layer: int) -> None:
+        """Quantise what is full of a layer; of the one that attends only when it is through, and anew if repacked."""
+        if self.quantization is None:
+            return
+        if self._attending == layer:
+            self._resting = {}
+            return
+        stored = self.layers[layer]
+        for name in VECTORS:
+            full = getattr(stored, name)
+            if isinstance(full, QuantizedSegments) or self._plain.get((layer, name)) is full.sizes:
+                continue
+            if not self.quantization.pays([*chain(*full.sizes)], full.data.shape[1], full.data.element_size()):
+                self._plain[layer, name] = full.sizes
+                continue
+            used = self._used(layer, len(full.sizes), full.data.device)
+            rest = self._resting.pop((layer, name), None)
+            if rest is None:
+                rest = quantized(full, used, self.quantization, is_key=name == "keys")
+            else:
+                rest.absorb(full, used, self.count)
+            setattr(stored, name, rest)
+
+    def _used(self, layer: int, heads: int, device: torch.device) -> Tensor:
+        """[heads * B] int64, slots in use of the layer's first heads in storage order."""
+        if self.method is None:
+            return torch.maximum(self.step.before, self.step.positions[:, -1] + 1).repeat(heads)
+        live = {anchor: self.tables[anchor].live() for anchor in set(self.layout.anchors[layer])}
+        used = [live[anchor][self.layout.place((anchor, head))] for anchor, head in self.layout.units(layer)[:heads]]
+        return torch.cat(used) if used else torch.zeros(0, dtype=torch.long, device=device)
