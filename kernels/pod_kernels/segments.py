@@ -206,10 +206,6 @@ class Segments:
         """The vectors under `name`."""
         return {name: self.data}
 
-    def tensors(self) -> list[Tensor]:
-        """What the vectors lie in."""
-        return [self.data]
-
     def nbytes(self) -> int:
         """Bytes of the storage, used or not."""
         return self.data.untyped_storage().nbytes()
