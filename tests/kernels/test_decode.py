@@ -328,7 +328,8 @@ def test_tokens_are_stored_bit_for_bit(options, monkeypatch):
         stored.append(cache.storages())
     if cache.store is not None:
         stored = [parts[:-2] + [part[..., :-1] for part in parts[-2:]] for parts in stored]
-    assert all(torch.equal(one, other) for one, other in zip(*stored, strict=True))
+    # What nothing is in yet has the backend's own page size.
+    assert all(torch.equal(one, other) for one, other in zip(*stored, strict=True) if one.numel() or other.numel())
 
 
 def inserted_alike(levels: int, size: int, sinks: int, reduction: str, steps: int) -> None:
