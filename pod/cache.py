@@ -543,6 +543,8 @@ class PodCache(Cache):
 
     @_outlives_inference
     def __deepcopy__(self, memo: dict) -> "PodCache":
+        if self._in_prefill:
+            raise ValueError("a copy inside cache.prefill() could not be closed: copy the cache before or after it")
         made = memo[id(self)] = type(self).__new__(type(self))
         vars(made).update(copy.deepcopy(vars(self), memo))
         return made
@@ -559,11 +561,17 @@ class PodCache(Cache):
 
     @_outlives_inference
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows `indices` [n], in that order."""
+        """Keep the rows `indices` [n] int64, or those of a mask [B] bool, in that order.
+
+        Raises:
+            ValueError: it is no row.
+        """
         if self.batch_size < 0:
             return
         self._take_back()
         rows = indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
+        if not len(rows):
+            raise ValueError("no row of the cache would be left: cache.reset() forgets all of them")
         if self._rows.budgets is not None:
             self._rows.budgets = [self._rows.budgets[row] for row in rows.tolist()]
         held = list(self._rows.tensors().values())

@@ -215,7 +215,11 @@ class Rows:
 
     def select(self, rows: Tensor) -> None:
         """Keep the rows `rows` [n] int64, in that order."""
-        self.lengths = None if self.lengths is None else self.lengths[rows]
+        if self.lengths is not None:
+            is_fewer = len(rows) < len(self.lengths)
+            self.lengths = self.lengths[rows]
+            if is_fewer and not self.even:  # the longest may have gone
+                self.longest = int(self.lengths.max())
         self.padding = None if self.padding is None else self.padding[:, rows]
 
     def end_of_padding(self) -> int:

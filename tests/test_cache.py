@@ -517,6 +517,39 @@ def test_rows_selected_repeated_and_reordered(which, kind):
         assert_close(got[place], recomputed(model, whole[place : place + 1, start:])[0, -14:])
 
 
+def test_a_row_that_leaves_takes_its_length_with_it():
+    model, (ids, mask) = build(), left_padded((25, 2))
+    cache = pod.PodCache(model.config, max_length=25)
+    fed(model, cache, ids, mask)
+    cache.batch_select_indices(torch.tensor([1]))
+    mask = torch.nn.functional.pad(mask[1:], (0, 24), value=1)
+    got = fed(model, cache, tokens(1, 23, seed=4), mask, (1,) * 23)  # as many as there is room for
+    whole = torch.cat([ids[1:, 23:], tokens(1, 23, seed=4)], dim=1)
+    assert_close(got[0], recomputed(model, whole)[0, -23:])
+    with pytest.raises(ValueError, match="made for 25 tokens per row and 26 are needed"):
+        fed(model, cache, tokens(1, 1), mask)
+
+
+@pytest.mark.parametrize("options", [{}, {"eviction": SnapKV(8, window=2)}, {"eviction": StreamingLLM(8)}], ids=repr)
+def test_no_row_at_all_is_refused(options):
+    model = build()
+    cache = pod.PodCache(model.config, **options)
+    fed(model, cache, tokens(2, 20), None)
+    with pytest.raises(ValueError, match="no row of the cache would be left: cache.reset"):
+        cache.batch_select_indices(torch.tensor([False, False]))
+    assert cache.batch_size == 2
+
+
+def test_a_copy_inside_a_prefill_is_refused():
+    model = build()
+    cache = pod.PodCache(model.config)
+    with cache.prefill():
+        fed(model, cache, tokens(1, 9), None)
+        with pytest.raises(ValueError, match="copy inside cache.prefill.. could not be closed"):
+            copy.deepcopy(cache)
+    fed(model, copy.deepcopy(cache), tokens(1, 3), None)
+
+
 def test_rows_of_an_empty_cache():
     # What transformers calls before anything is stored.
     cache = pod.PodCache(build().config)
