@@ -62,7 +62,7 @@ test: $(STAMP)
 
 # pytest exits with 5 when no test is marked slow: nothing to run is no failure.
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -m slow -q || test $$? -eq 5
+	$(BIN)/python -m pytest -m slow -q -n 2 --dist loadfile || test $$? -eq 5
 
 # One after the other also under `make -j`: the tests would compete for the same cores and memory.
 test-all:

@@ -50,7 +50,7 @@ def evaluate(
     phrase: str,
     batch_size: int,
     seed: int,
-    methods: list[eviction.Eviction | eviction.StoragePolicy] | None = None,
+    methods: list[eviction.Method] | None = None,
     protocol: str = "grid",
 ) -> dict:
     """Accuracy of each checkpoint, without eviction and with each of the methods.

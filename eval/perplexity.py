@@ -45,7 +45,7 @@ def evaluate(
     limit: int,
     batch_size: int,
     stream: int | None,
-    methods: list[eviction.Eviction | eviction.StoragePolicy] | None = None,
+    methods: list[eviction.Method] | None = None,
     evicting_only: bool = False,
 ) -> dict[str, dict[str, Perplexity]]:
     """Losses of each checkpoint, without eviction and with each of the methods.

@@ -23,7 +23,7 @@ known, its rate is printed too, with its share of what a large product or copy r
 attention or storing is measured the cache is filled with random keys and values, without running the model.
 
 Writes speed-SUITE.json after every measurement, then speed.md, and prints it; at its end are the lines of
-`pod_kernels.winners` and the goals. What fails is said there, the rest is measured, and the exit status is 1. `--suite
+`pod_kernels.dispatch` and the goals. What fails is said there, the rest is measured, and the exit status is 1. `--suite
 all` runs each suite in a process of its own: an error that leaves a GPU unusable costs one suite, of which the rest is
 measured without the fused kernels and cuDNN.
 """
@@ -208,7 +208,7 @@ def page(suites: list[dict[str, Any]], kind: str, broken: list[str]) -> str:
         parts.append("### failed\n\n" + "\n".join(f"- {line}" for line in failed))
     lines = winner_lines(suites, commit)
     if lines:
-        parts.append(f"For kernels/pod_kernels/winners.py:\n\n{lines}")
+        parts.append(f"For kernels/pod_kernels/dispatch.py:\n\n{lines}")
     table = goals(suites, kind)
     return "\n\n".join(parts + ([f"### goals\n\n{table}"] if table else []))
 

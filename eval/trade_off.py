@@ -38,7 +38,7 @@ from demo_corpus import held_out_text  # noqa: E402
 # As many sinks in the three that keep them, so that only what they keep of the rest differs.
 METHODS = "snapkv+pyramidkv+adakv+sagekv+h2o+tova+cake+quest+streamingllm:sinks=16+lminfinite:sinks=16+cascade:sinks=16"
 
-Method = eviction.Eviction | eviction.StoragePolicy
+Method = eviction.Method
 
 
 def with_budget(text: str, budget: int) -> Method:

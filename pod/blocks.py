@@ -50,6 +50,8 @@ class Layout:
         ends: [L][H_kv] whether the block of the head ends in this layer.
         last_layers: of each block.
         sizes: layers of each block.
+        units: [L][H_kv] the blocks of a layer's heads, in storage order.
+        places: of each block, where in its anchor layer's storage order it is.
     """
 
     anchors: tuple[tuple[int, ...], ...]
@@ -59,6 +61,8 @@ class Layout:
     ends: tuple[tuple[bool, ...], ...]
     last_layers: dict[Unit, int]
     sizes: dict[Unit, int]
+    units: tuple[tuple[Unit, ...], ...]
+    places: dict[Unit, int]
 
     @classmethod
     def of(cls, anchors: list[list[int]]) -> Layout:
@@ -67,9 +71,10 @@ class Layout:
         last_layers = {(anchor, head): layer for layer, row in enumerate(anchors) for head, anchor in enumerate(row)}
         sizes = {unit: last - unit[0] + 1 for unit, last in last_layers.items()}
         own = [[head for head in heads if row[head] == layer] for layer, row in enumerate(anchors)]
+        orders = tuple((*mine, *(head for head in heads if head not in mine)) for mine in own)
         return cls(
             tuple(map(tuple, anchors)),
-            tuple((*mine, *(head for head in heads if head not in mine)) for mine in own),
+            orders,
             tuple(map(len, own)),
             tuple(tuple(head for head in mine if sizes[layer, head] > 1) for layer, mine in enumerate(own)),
             tuple(
@@ -78,16 +83,9 @@ class Layout:
             ),
             last_layers,
             sizes,
+            tuple(tuple((row[head], head) for head in order) for row, order in zip(anchors, orders, strict=True)),
+            {(layer, head): place for layer, mine in enumerate(own) for place, head in enumerate(mine)},
         )
-
-    def units(self, layer: int) -> list[Unit]:
-        """The blocks of a layer's heads, in storage order."""
-        return [(self.anchors[layer][head], head) for head in self.orders[layer]]
-
-    def place(self, unit: Unit) -> int:
-        """Where in its anchor layer's storage order a block's head is."""
-        anchor, head = unit
-        return self.orders[anchor].index(head)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

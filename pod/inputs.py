@@ -54,10 +54,8 @@ def check_cache(cache: object, training: bool) -> None:
         raise ValueError("gradients do not flow through a cache: call model.eval(), or train without past_key_values")
 
 
-def token_mask(attention_mask: Tensor | None, batch: int, seen: int, count: int) -> Tensor | None:
-    """The mask as bool, [B, T] or [B, tokens so far and T], None when there is no mask."""
-    if attention_mask is None:
-        return None
+def token_mask(attention_mask: Tensor, batch: int, seen: int, count: int) -> Tensor:
+    """The mask as bool, [B, T] or [B, tokens so far and T]."""
     if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
         shape = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
         raise ValueError(

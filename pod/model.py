@@ -10,7 +10,7 @@ from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from pod.cache import PodCache
-from pod.config import whole_number
+from pod.config import FIXED, whole_number
 from pod.graph import StepGraphs, step_graphs
 from pod.inputs import check_cache, check_devices, check_supported, check_tokens, documents_of, lengths_of, token_mask
 from pod.layer import Anchors
@@ -88,11 +88,14 @@ class PodModel:
         Raises:
             ValueError: an argument that PoD does not support, by name and with the remedy.
         """
-        check_devices(self)
-        self.config.check_unchanged(self._made_by, "the model")
+        if len(getattr(self, "hf_device_map", ())) > 1:
+            check_devices(self)
+        if [vars(self.config)[name] for name in FIXED] != self._made_by:
+            self.config.check_unchanged(self._made_by, "the model")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
-        check_supported(self.config, self.training, output_attentions)
+        if self.training or output_attentions or self.config.output_attentions:
+            check_supported(self.config, self.training, output_attentions)
         if unshared:
             if past_key_values is not None or use_cache:
                 raise ValueError("a cache stores what layers share: with unshared=True pass use_cache=False")
@@ -113,18 +116,20 @@ class PodModel:
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         batch, count = inputs_embeds.shape[0], inputs_embeds.shape[1] if sequence is None else sequence.length
-        check_tokens(count)
+        if not count:
+            check_tokens(count)
         checkpoints = self.gradient_checkpointing and self.training
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         if past_key_values is None and use_cache and not checkpoints:
             past_key_values = PodCache(self.config)
         if past_key_values is not None:
-            check_cache(past_key_values, self.training)
+            if self.training or not isinstance(past_key_values, PodCache):
+                check_cache(past_key_values, self.training)
             if document_ids is not None:
                 raise ValueError("document_ids are for training without a cache: pass use_cache=False")
         seen = past_key_values.get_seq_length() if past_key_values is not None else 0
-        mask = token_mask(attention_mask, batch, seen, count)
+        mask = None if attention_mask is None else token_mask(attention_mask, batch, seen, count)
         lengths = None
         if mask is not None and past_key_values is None:
             if document_ids is not None:
@@ -343,7 +348,8 @@ class PodForCausalLM:
         The arguments are spelled out because `generate` reads them off the signature: what it does not find there
         (attention_mask, position_ids, logits_to_keep) it would not pass.
         """
-        check_devices(self)
+        if len(getattr(self, "hf_device_map", ())) > 1:
+            check_devices(self)
         if labels is not None and kwargs.get("sequence") is not None:
             raise ValueError("a rank has the logits of its own tokens only: leave labels out, and sum over the ranks")
         is_step = self._in_generate and input_ids is not None and input_ids.shape[1] == 1 and not self.training

@@ -15,7 +15,7 @@ from test_model import left_padded, tiny_model
 import pod
 from pod.evaluation import speed_works
 from pod.evaluation.speed_setting import Setting
-from pod_kernels import shared_score_attention, winners
+from pod_kernels import dispatch, shared_score_attention
 
 METHODS = [
     "snapkv:budget=12,window=4",
@@ -173,8 +173,8 @@ def test_speed_of_attention_by_flash_attention_and_by_cudnn(monkeypatch):
     monkeypatch.setattr(speed_works, "dense_attentions", lambda *_: {})
     backward = "_scaled_dot_product_cudnn_attention_backward"
     # What an earlier measurement said is not what "PoD" is.
-    shapes = winners.ShapeClass(PROPERTIES.name, 2, 16, 0, "training")
-    monkeypatch.setitem(winners.WINNERS, shapes, winners.Winner("composed", "2000-01-01", "0000000", "cuDNN"))
+    shapes = dispatch.ShapeClass(PROPERTIES.name, 2, 16, 0, "training")
+    monkeypatch.setitem(dispatch.WINNERS, shapes, dispatch.Winner("composed", "2000-01-01", "0000000", "cuDNN"))
     CALLED.clear()
     found = speed_works.attention_training(setting, 64)
     assert set(found.seconds) >= {"PoD", "PoD, cuDNN"} and "POD_FLASH_IMPLEMENTATION" not in os.environ
@@ -251,8 +251,8 @@ def test_generate_with_kernels_by_a_graph(options, kernels, monkeypatch):
 
 
 def test_decoding_takes_the_kernels_where_they_were_measured(kernels, monkeypatch):
-    shapes = winners.ShapeClass(PROPERTIES.name, 4, models(2)[0].config.head_dim, 0, "decode")
-    monkeypatch.setitem(winners.WINNERS, shapes, winners.Winner("fused", "2000-01-01", "0000000"))
+    shapes = dispatch.ShapeClass(PROPERTIES.name, 4, models(2)[0].config.head_dim, 0, "decode")
+    monkeypatch.setitem(dispatch.WINNERS, shapes, dispatch.Winner("fused", "2000-01-01", "0000000"))
     assert_generates_alike("auto", max_length=40)
     assert "_attend" in kernels and "forward_kernel" not in kernels
 

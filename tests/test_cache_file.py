@@ -162,7 +162,7 @@ def test_damaged_and_foreign_files_are_named(elsewhere, tmp_path):
     # Whole, but of other tensors than the metadata says.
     for name, change in {"layers.1.values": lambda t: t[:-1], "tables.0.slots": None}.items():
         tensors = load_file(folder / "scores-snapkv.cache")
-        with pod.cache_file.safe_open(folder / "scores-snapkv.cache", "pt") as file:
+        with pod.cache.file.safe_open(folder / "scores-snapkv.cache", "pt") as file:
             metadata = file.metadata()
         changed = {key: t for key, t in tensors.items() if key != name} | (
             {name: change(tensors[name])} if change else {}
@@ -170,17 +170,17 @@ def test_damaged_and_foreign_files_are_named(elsewhere, tmp_path):
         save_file(changed, path, metadata=metadata)
         with pytest.raises(ValueError, match="cache is damaged: its bytes do not give the checksum"):
             pod.PodCache.load(path, config)
-        crc32 = pod.cache_file.checksum(changed, metadata["content"])
+        crc32 = pod.cache.file.checksum(changed, metadata["content"])
         save_file(changed, path, metadata=metadata | {"crc32": crc32})
         with pytest.raises(ValueError, match="cache: the tensors are not those that the metadata describes"):
             pod.PodCache.load(path, config)
     save_file(tensors, path, metadata=metadata | {"content": "{"})
     with pytest.raises(ValueError, match="cache: the metadata is damaged"):
         pod.PodCache.load(path, config)
-    for version in (1, 2, 9):
+    for version in (1, 2, 3, 9):
         content = json.loads(metadata["content"]) | {"version": version}
         save_file(tensors, path, metadata=metadata | {"content": json.dumps(content)})
-        with pytest.raises(ValueError, match=f"version is {version}, this library reads version 3"):
+        with pytest.raises(ValueError, match=f"version is {version}, this library reads version 4"):
             pod.PodCache.load(path, config)
     with pytest.raises(ValueError, match="a cache of a PoD model, and the given config is a LlamaConfig, of a dense"):
         pod.PodCache.load(folder / "scores-snapkv.cache", LlamaConfig())
@@ -248,7 +248,7 @@ def test_what_cannot_be_saved_and_a_failing_disk(tmp_path, monkeypatch):
         path.write_bytes(b"half")
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(pod.cache_file, "save_file", full)
+    monkeypatch.setattr(pod.cache.file, "save_file", full)
     with pytest.raises(OSError, match="No space"):
         cache.save(tmp_path / "cache")
     assert (tmp_path / "cache").read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["cache"]
@@ -271,12 +271,12 @@ def test_a_default_that_changes_changes_no_saved_cache(tmp_path, monkeypatch):
     assert SnapKV(64) != method == SnapKV(64, window=32, kernel_size=7, pooling="max")
     loaded = pod.PodCache.load(tmp_path / "cache", model.config)
     assert loaded.eviction == method
-    with pod.cache_file.safe_open(tmp_path / "cache", "pt") as file:
+    with pod.cache.file.safe_open(tmp_path / "cache", "pt") as file:
         metadata = file.metadata()
     content = json.loads(metadata["content"])
     del content["facts"]["eviction"]["pooling"]
     content, tensors = json.dumps(content), load_file(tmp_path / "cache")
-    crc32 = pod.cache_file.checksum(tensors, content)
+    crc32 = pod.cache.file.checksum(tensors, content)
     save_file(tensors, tmp_path / "cache", metadata=metadata | {"content": content, "crc32": crc32})
     with pytest.raises(ValueError, match="cache: SnapKV: the hyper-parameter pooling is not saved"):
         pod.PodCache.load(tmp_path / "cache", model.config)

@@ -7,8 +7,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pod
-from pod import graph, slot_storage
+from pod import graph
 from pod import model as models
+from pod.cache import slots as slot_storage
 from pod.eviction import H2O, AdaKV, PyramidKV, SageKV, SnapKV
 
 splits = pytest.importorskip("pod_kernels.splits", reason="triton is not installed")
@@ -87,6 +88,13 @@ def kernels(monkeypatch):
     monkeypatch.setattr(splits, "SPLITS", 2)
 
 
+def as_where_kernels_run(monkeypatch) -> None:
+    """The storage counts as with kernels, and attention is torch's."""
+    monkeypatch.setattr(slot_storage, "runs_triton", lambda tensor: True)
+    plain = slot_storage.cached_attention
+    monkeypatch.setattr(slot_storage, "cached_attention", lambda *args, by_kernels, **kwargs: plain(*args, **kwargs))
+
+
 @pytest.mark.slow
 def test_a_replay_with_stale_numbers_is_a_step(kernels, monkeypatch):
     model = tiny()
@@ -136,14 +144,14 @@ def replays_equal_steps(model, steps, replays, monkeypatch, method, **options):
 @pytest.mark.parametrize("method", AFTER_THE_PROMPT, ids=lambda method: type(method).__name__)
 def test_a_replay_after_eviction_is_a_step(method, anchors, monkeypatch):
     """Torch's own attention after eviction follows from the device as the kernels' does, so it can show the same."""
-    monkeypatch.setattr(slot_storage, "runs_triton", lambda tensor: True)
+    as_where_kernels_run(monkeypatch)
     replays = {"captured": 1, "replayed": 16}
     replays_equal_steps(tiny(anchors), 19, replays, monkeypatch, method, max_length=60, lengths=(23, 3, 16))
 
 
 @pytest.mark.parametrize("method", AFTER_THE_PROMPT, ids=lambda method: type(method).__name__)
 def test_between_two_growths_steps_are_replayed(method, monkeypatch):
-    monkeypatch.setattr(slot_storage, "runs_triton", lambda tensor: True)
+    as_where_kernels_run(monkeypatch)
     monkeypatch.setattr(pod.PodCache, "expect", lambda cache, length: None)  # as where drafts go beyond the length
     method = type(method)(budget=40, **{"window": 4} if hasattr(method, "window") else {"query_aware": False})
     # An eighth of 40 beside the token that comes: of six steps one grows, one finds the storage there, one is captured.
@@ -153,7 +161,7 @@ def test_between_two_growths_steps_are_replayed(method, monkeypatch):
 
 @pytest.mark.parametrize("method", AFTER_THE_PROMPT, ids=lambda method: type(method).__name__)
 def test_a_cache_that_generate_tells_the_length_has_one_graph(method, monkeypatch):
-    monkeypatch.setattr(slot_storage, "runs_triton", lambda tensor: True)
+    as_where_kernels_run(monkeypatch)
     method = type(method)(budget=40, **{"window": 4} if hasattr(method, "window") else {"query_aware": False})
     replays = {"captured": 1, "replayed": 16}
     replays_equal_steps(tiny(ANCHORS), 19, replays, monkeypatch, method, lengths=(90, 70))

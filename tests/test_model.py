@@ -47,6 +47,15 @@ CLASSES = {
 }
 FAMILIES = sorted(CLASSES)
 SCALED = [family for family in FAMILIES if family != "phi3"]  # whose config allows no scaling but LongRoPE
+
+
+def some_slow(names: list[str], quick: set[str]) -> list:
+    """Parameters of a test, of which `make test` takes the quick ones: one layer serves all families."""
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+EACH = some_slow(FAMILIES, {"llama", "phi3", "qwen3"})
+EACH_SCALED = some_slow(SCALED, {"llama"})
 # Head-wise: blocks of different sizes in the two heads, a block that starts above layer 0, a last layer of its own.
 BLOCKS = pod.LayerBlocks([[0, 0], [0, 1], [0, 1], [3, 1], [3, 4]])
 DENSE = pod.LayerBlocks.dense(LAYERS, KV_HEADS)
@@ -176,7 +185,7 @@ def assert_equals_stock(stock, blocks, backend, monkeypatch, count, mask=None, p
 
 
 @pytest.mark.parametrize("backend", ["reference", "composed"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EACH)
 class TestEqualsStock:
     def test_blocks_of_one_layer(self, family, backend, monkeypatch):
         assert_equals_stock(tiny_model(family), DENSE, backend, monkeypatch, count=29)
@@ -249,7 +258,7 @@ def plain_pod_logits(stock, input_ids, anchors, share, sinks=SINKS, recent=RECEN
 
 @pytest.mark.parametrize("backend", ["reference", "composed"])
 @pytest.mark.parametrize("share", ["scores", "keys"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EACH)
 class TestPodMathematics:
     def test_equals_a_plain_recomputation(self, family, share, backend, monkeypatch):
         monkeypatch.setenv("POD_ATTENTION_BACKEND", backend)
@@ -289,7 +298,7 @@ def test_smallest_proximal_sizes(sinks, recent):
 
 
 @pytest.mark.parametrize("share", ["scores", "keys"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EACH)
 def test_gradients_equal_with_both_kinds_of_checkpointing(family, share):
     model = converted(tiny_model(family), share=share).train()
     input_ids = tokens(2, 31)
@@ -395,7 +404,7 @@ def test_what_checkpointing_keeps_grows_by_the_formula(share, use_reentrant):
 # What transformers' users pass
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EACH)
 class TestForward:
     def test_bf16(self, family):
         stock = tiny_model(family)
@@ -619,7 +628,7 @@ class TestForward:
 # Conversion
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EACH)
 class TestConvert:
     def test_shares_every_parameter_and_leaves_the_stock_model_usable(self, family):
         stock = tiny_model(family)
@@ -784,7 +793,7 @@ def test_a_loaded_model_trains_saves_and_converts_again(saved, tmp_path):
     assert pod.convert(again, DENSE).config.blocks == DENSE
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", EACH)
 def test_from_config_builds_a_model(name):
     config = converted(tiny_model(name)).config
     model = AutoModelForCausalLM.from_config(config)
@@ -828,7 +837,7 @@ def quantise(model):
     return model.eval()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EACH)
 def test_a_saved_model_works_with_quantised_layers(family, tmp_path, monkeypatch):
     monkeypatch.setenv("POD_ATTENTION_BACKEND", "reference")
     for name, blocks in (("dense", DENSE), ("shared", BLOCKS)):
@@ -883,7 +892,7 @@ def test_device_maps(tmp_path):
 # Refused by name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EACH)
 class TestForwardRefusals:
     def test_masks(self, family):
         model = converted(tiny_model(family))
@@ -965,7 +974,7 @@ class TestForwardRefusals:
         assert converted(stock)(tokens(2, 9)).logits.shape == (2, 9, VOCAB)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EACH)
 class TestConvertRefusals:
     def test_blocks_for_another_model(self, family):
         message = "blocks for another model: they have 6 layers x 2 KV heads, the model has 5 layers x 2 KV heads"
@@ -1093,7 +1102,7 @@ def test_head_dim_is_what_the_familys_attention_computes(family, tmp_path):
 
 
 @pytest.mark.parametrize("rope", sorted(ROPE))
-@pytest.mark.parametrize("family", SCALED)
+@pytest.mark.parametrize("family", EACH_SCALED)
 class TestRopeScaling:
     """Within and beyond the original length, decoded token by token, and read back from disk."""
 
@@ -1162,7 +1171,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize("broken, message", BROKEN, ids=lambda value: next(iter(value)) if type(value) is dict else "")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EACH)
 def test_broken_configs_are_refused_when_made_and_when_loaded(family, broken, message, tmp_path):
     config = converted(tiny_model(family)).config
     fields = {name: value for name, value in config.to_dict().items() if name != "model_type"}

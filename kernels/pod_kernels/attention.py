@@ -1,12 +1,10 @@
 """The public entry to shared-score attention: one signature, several backends that agree."""
 
-import difflib
-import os
-
 import torch
 from torch import Tensor
 
-from pod_kernels import composed, opaque, reference, winners
+from pod_kernels import composed, opaque, reference
+from pod_kernels.dispatch import resolve_backend, shape_class
 from pod_kernels.problem import Problem
 
 
@@ -21,32 +19,6 @@ def _fused(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
 
 
 BACKENDS = {"reference": reference.attend, "composed": composed.attend, "fused": _fused}
-BACKEND_VARIABLE = "POD_ATTENTION_BACKEND"
-
-
-def resolve_backend(backend: str, shapes: winners.ShapeClass | None = None) -> str:
-    """The name of the backend that will run.
-
-    Args:
-        backend: "auto" or a key of `BACKENDS`. "auto" is what the environment variable POD_ATTENTION_BACKEND names, if
-            it is set.
-        shapes: for "auto" without the variable: the backend that was measured to be the fastest for these, if any
-            was, else "composed".
-
-    Raises:
-        ValueError: no such backend; names the closest one and lists all.
-    """
-    source = "backend"
-    if backend == "auto":
-        source, backend = BACKEND_VARIABLE, os.environ.get(BACKEND_VARIABLE) or "auto"
-    if backend == "auto":
-        return winners.measured(shapes) or "composed"
-    if backend not in BACKENDS:
-        names = ["auto", *BACKENDS]
-        closest = difflib.get_close_matches(str(backend), names, n=1, cutoff=0.5)
-        hint = f"did you mean {closest[0]!r}? " if closest else ""
-        raise ValueError(f"{source} {backend!r} does not exist: {hint}valid are {', '.join(map(repr, names))}")
-    return backend
 
 
 def shared_score_attention(
@@ -90,7 +62,7 @@ def shared_score_attention(
         return_lse, return_gate: also return these, in this order.
         backend: "auto", "reference" (eager, [T, T] in memory), "composed" (torch's flash attention, linear memory) or
             "fused" (one Triton kernel, linear memory; NVIDIA GPUs). "auto" is the environment variable
-            POD_ATTENTION_BACKEND if set, else the backend that `winners` has for the GPU and the shapes, else composed.
+            POD_ATTENTION_BACKEND if set, else what `dispatch` has for the GPU and the shapes, else composed.
 
     Returns:
         out [B, H, T, D] in q's dtype, zero at padding. lse [B, H, T] float32: log of the sum of exp of the logits, -inf
@@ -118,6 +90,6 @@ def shared_score_attention(
     training = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (q, k, v, q_distant, k_distant)
     )
-    name = resolve_backend(backend, winners.shape_class(q, "training" if training else "forward"))
+    name = resolve_backend(backend, shape_class(q, "training" if training else "forward"))
     attend = opaque.attend if name == "composed" and torch.compiler.is_compiling() else BACKENDS[name]
     return problem.results(*attend(problem))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from pod_kernels.backend import runs_triton
+from pod_kernels.dispatch import runs_triton
 from pod_kernels.segments import HeadOf, LayerSlots, Piece
 from pod_kernels.skipping import SkipStats, attend_skipping
 
@@ -134,6 +134,7 @@ def cached_attention(
     return_lse: bool = False,
     return_gate: bool = False,
     return_weights: bool = False,
+    by_kernels: bool | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Attention of T queries to everything that the cache holds up to each of them.
 
@@ -160,6 +161,7 @@ def cached_attention(
         stats: what tau decided is added to it.
         return_lse, return_gate: also return [B, H, T] float32 each, as `shared_score_attention` does, whatever tau is.
         return_weights: also return the anchor heads' weights.
+        by_kernels: whether Triton's kernels run, as far as they can; None asks `dispatch.runs_triton`.
 
     Returns:
         out [B, H, T, D] in q's dtype, zero at padding (+ lse, gate, weights [A, B, G, T, C] float32 in storage order
@@ -173,7 +175,7 @@ def cached_attention(
     groups = heads // kv_heads
     scale = dim**-0.5 if scale is None else scale
     weights = None
-    if count == 1 and runs_triton(q):
+    if count == 1 and (runs_triton(q) if by_kernels is None else by_kernels):
         from pod_kernels.decode import cached_decode  # imports triton
 
         out, lse, gate, weights = cached_decode(

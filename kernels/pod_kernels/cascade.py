@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pod_kernels.transfer import on_device
+from pod_kernels.segments import on_device
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ second decides on the device, each of its programs the same, and reads the dista
 Everything that a kernel computes follows from positions on the device, none of it from the host's lengths, so a CUDA
 graph of a step stays right as rows grow.
 
-This module imports triton, so `pod_kernels` imports it only where `backend.runs_triton` says so.
+This module imports triton, so `pod_kernels` imports it only where `dispatch.runs_triton` says so.
 """
 
 from typing import NamedTuple

@@ -9,7 +9,7 @@ POD_FLASH_IMPLEMENTATION names another one: "FA3" or "FA4", for whoever has thes
 with `torch.nn.attention.activate_flash_attention_impl`), and then run all of the process's attention; "cuDNN" takes the
 causal squares, nearly all of the work of long sequences, and leaves the window, which cuDNN has not in torch, and the
 sinks to the flash attention. It plans each new shape anew, and so is for whole sequences of few lengths. Without the
-variable, what was measured to be the fastest runs (`winners`), so far nothing; where it is empty, torch's own.
+variable, what was measured to be the fastest runs (`dispatch.WINNERS`), so far nothing; where it is empty, torch's own.
 """
 
 import os
@@ -21,7 +21,7 @@ import torch
 import torch.nn.attention
 from torch import Tensor
 
-from pod_kernels import winners
+from pod_kernels import dispatch
 from pod_kernels.pieces import Piece
 
 Kernel = Literal["flash_cpu", "flash_cuda", "cudnn", "eager"]
@@ -55,7 +55,7 @@ def choose_kernel(q: Tensor, v: Tensor) -> Kernel:
     name = os.environ.get(FLASH_VARIABLE)
     if name is None:
         work = "training" if q.requires_grad or v.requires_grad else "forward"
-        name = winners.flash(winners.shape_class(q, work))
+        name = dispatch.flash(dispatch.shape_class(q, work))
     if name == CUDNN:
         # Its backward ends at 128 on most GPUs.
         return "cudnn" if dim <= 128 else "flash_cuda"

@@ -20,8 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pod_kernels.segments import Segments
-from pod_kernels.transfer import on_device
+from pod_kernels.segments import Segments, on_device
 
 
 @dataclass(frozen=True)
@@ -322,7 +321,7 @@ class Layout:
         return torch.arange(count, device=shift.device) + shift
 
 
-def in_full(part: Segments | QuantizedSegments) -> Segments:
+def dequantized(part: Segments | QuantizedSegments) -> Segments:
     """The vectors in full precision, whichever way they are stored."""
     return part.full() if isinstance(part, QuantizedSegments) else part
 

@@ -1,6 +1,6 @@
 """Where a cache keeps its vectors: packed segments of slots, one for each row and KV head.
 
-Legend: B rows, H heads stored here, D head dimension, C capacity of a segment, S segments' slots in all.
+Legend: B rows, H heads stored here, N slots of one, D head dimension, C capacity of a segment, S slots in all.
 
 A rectangle (every capacity equal) lies in memory as [H, B, C, D]: a run of heads is then one contiguous piece, so that
 a batched product over a run of heads reads the cache in place.
@@ -15,7 +15,42 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pod_kernels.transfer import on_device
+
+def on_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """Arrays of integers on a device, in one copy.
+
+    The host does not wait for it. From memory that can be paged out it would, until a GPU has done all it was given.
+
+    Args:
+        arrays: of any shapes; numbers or truth values.
+
+    Returns:
+        int64 tensors of the same shapes, parts of one. Each begins at a multiple of 16 bytes: for other addresses
+        Triton compiles a kernel anew.
+    """
+    lengths = [array.size + array.size % 2 for array in arrays]
+    flat = np.zeros(sum(lengths), dtype=np.int64)
+    for array, end, length in zip(arrays, accumulate(lengths), lengths, strict=True):
+        flat[end - length : end - length + array.size] = array.reshape(-1)
+    there = torch.from_numpy(flat)
+    if device.type == "cuda":
+        there = there.pin_memory().to(device, non_blocking=True)
+    parts = there.to(device).split(lengths)
+    return [part[: array.size].view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+
+
+class KeptOnDevice:
+    """Integers of the host as tensors, each copied to its device once: layers and steps ask for the same ones."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
+
+    def __call__(self, numbers: tuple[int, ...], device: torch.device) -> Tensor:
+        """[n] int64 on the device, not to be written to."""
+        key = numbers, device
+        if key not in self._tensors:
+            [self._tensors[key]] = on_device([np.array(numbers, dtype=np.int64)], device)
+        return self._tensors[key]
 
 
 class Piece(NamedTuple):
@@ -212,6 +247,57 @@ class Segments:
 
 
 @dataclass
+class Chosen:
+    """Tokens of one head that are kept: where they come from and where they go.
+
+    Attributes:
+        rows, sources, slots: [n] int64 each, ordered by row and position; slots count from each row's first.
+        counts: tokens of each row.
+    """
+
+    rows: Tensor
+    sources: Tensor
+    slots: Tensor
+    counts: list[int]
+
+    @classmethod
+    def of(cls, keep: Tensor, positions: Tensor) -> "Chosen":
+        """What `keep` [B, N] says, in the order of `positions` [B, N]."""
+        last = torch.iinfo(torch.long).max
+        order = torch.where(keep, positions, last).argsort(dim=-1)
+        counts = keep.sum(dim=-1)
+        rows, slots = (torch.arange(keep.shape[1], device=keep.device) < counts[:, None]).nonzero(as_tuple=True)
+        return cls(rows, order[rows, slots], slots, counts.tolist())
+
+    def put(self, segments: Segments, head: int, data: Tensor) -> None:
+        """Write the tokens' `data` [n, D] into one head of packed segments."""
+        segments.data[segments.offsets[self.rows, head] + self.slots] = data
+
+
+Change = tuple[Chosen, list[int]]  # tokens of a head, and how many slots each of its rows gets
+
+
+def repacked(segments: Segments, changes: dict[int, Change], fill: float = 0) -> Segments:
+    """The same segments with those of some heads chosen from and resized; the other heads' are copied whole.
+
+    Args:
+        segments: packed ones.
+        changes: by head.
+        fill: what unwritten slots hold.
+    """
+    sizes = [changes[head][1] if head in changes else old for head, old in enumerate(segments.sizes)]
+    data, batch = segments.data, segments.offsets.shape[0]
+    new = Segments.packed(sizes, batch, data.shape[1], dtype=data.dtype, device=data.device, fill=fill)
+    for head in range(len(sizes)):
+        if head in changes:
+            chosen = changes[head][0]
+            chosen.put(new, head, data[segments.offsets[chosen.rows, head] + chosen.sources])
+        else:
+            new.run(head).copy_(segments.run(head))
+    return new
+
+
+@dataclass
 class Ordered:
     """A layer whose heads are stored in an `order` of their own.
 
@@ -235,6 +321,12 @@ class Ordered:
     def by_head(self, states: Tensor) -> Tensor:
         """[H_kv, ..] in storage order -> by head."""
         return states if self.inverse is None else states[self.inverse]
+
+
+def ring_places(positions: Tensor, sink_size: int, ring_size: int) -> Tensor:
+    """The place of each position: those below `sink_size` stand still, the others go round behind them."""
+    ring = sink_size + (positions - sink_size).remainder(ring_size)
+    return torch.where(positions < sink_size, positions, ring)
 
 
 HeadOf = tuple[Segments, int]  # segments, and one head in them
@@ -301,9 +393,8 @@ class LayerSlots(Ordered):
         return [run for run in runs if run[2] > 0]
 
     def ring_places(self, positions: Tensor) -> Tensor:
-        """The place of each position: those below `sink_size` stand still, the others go round."""
-        ring = self.sink_size + (positions - self.sink_size).remainder(self.ring_size)
-        return torch.where(positions < self.sink_size, positions, ring)
+        """The place of each position, as `ring_places`."""
+        return ring_places(positions, self.sink_size, self.ring_size)
 
     def ring_positions(self, lengths: Tensor) -> Tensor:
         """The position that each place of sinks and ring holds.

@@ -3,7 +3,7 @@
 Legend: B rows, H_kv KV heads, A anchor heads of the layer (stored first), S = H_kv - A the others, G query heads per KV
 head, D head dimension, P slots, F of them in use.
 
-Imports triton, so it is imported only where `backend.runs_triton` says so.
+Imports triton, so it is imported only where `dispatch.runs_triton` says so.
 """
 
 import torch

@@ -4,7 +4,7 @@ Legend: B rows, H_kv KV heads, A anchor heads of the layer (stored first), S = H
 head, D head dimension, P slots, F of them in use.
 
 What is stored equals, bit for bit, what the torch path stores. Imports triton, so it is imported only where
-`backend.runs_triton` says so.
+`dispatch.runs_triton` says so.
 """
 
 import torch

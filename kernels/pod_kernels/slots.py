@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pod_kernels.backend import runs_triton
 from pod_kernels.cached import MAX_LOGITS
+from pod_kernels.dispatch import runs_triton
 
 # Numbers that one part of the work may materialise on a CPU: what fits its caches.
 CPU_LOGITS = 2**20
@@ -75,8 +75,8 @@ class Capped:
         own = OwnKeys(sinks.keys[part], sinks.columns[part], sinks.positions[part])
         return Capped(self.queries[part], own, self.ceiling)
 
-    def put(self, logits: Tensor, at: Tensor, part: slice, scale: float, queries: Tensor | None = None) -> int:
-        """Overwrite what is farther than the ceiling in logits [h, B, G, t, M] of the queries `part`; how many pairs.
+    def put(self, logits: Tensor, at: Tensor, part: slice, scale: float, queries: Tensor | None = None) -> None:
+        """Overwrite what is farther than the ceiling in logits [h, B, G, t, M] of the queries `part`.
 
         Args:
             at: [B, t] positions of these queries.
@@ -87,7 +87,7 @@ class Capped:
         is_used = (key >= 0) & (query - key > self.ceiling)
         if self.near is not None:
             is_used &= (key < self.near[0]) | (query - key < self.near[1])
-        return _put(logits, queries[:, :, :, part], self.sinks, is_used, scale)
+        _put(logits, queries[:, :, :, part], self.sinks, is_used, scale)
 
 
 def rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -137,7 +137,7 @@ def slot_attention(
     window: tuple[Tensor, int, int] | None = None,
     capped: tuple[Capped | None, Capped | None] = (None, None),
     return_logits: bool = False,
-) -> tuple[Tensor, Tensor | None, Tensor | None, int]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Attention of T queries to F slots and, causally, to their own T tokens.
 
     Args:
@@ -160,7 +160,7 @@ def slot_attention(
 
     Returns:
         out [H_kv, B, G, T, D], zero at padding; sums [A, B, G, M] float32, each key's attention summed over the queries
-        with `decay`; the anchor heads' logits [A, B, G, 1, M] float32; how many (query, key) pairs were multiplied.
+        with `decay`; the anchor heads' logits [A, B, G, 1, M] float32.
     """
     heads, batch, groups, count, _ = q.shape
     num_anchors = heads - len(anchors)
@@ -182,7 +182,7 @@ def slot_attention(
         out, sums = chunk_attention(
             q, keys[0], values[0], used=used, kept=kept, counts=counts, scale=scale, decay=decay
         )
-        return out, sums, None, heads * batch * groups * count * width
+        return out, sums, None
     near = None
     if window is not None:
         held, first_tokens, last_tokens = window
@@ -192,20 +192,19 @@ def slot_attention(
         seen = has_key[:, None] & (column - used <= order[:, None])
         seen = seen if near is None else seen & near
         out = _fused(q, keys[0], values[0], seen, scale)
-        return out.masked_fill(~is_real[:, None, :, None], 0), None, None, heads * batch * groups * count * width
+        return out.masked_fill(~is_real[:, None, :, None], 0), None, None
     # On a CPU the logits of one part should stay in its caches.
     most = MAX_LOGITS if q.is_cuda else CPU_LOGITS
     chunk = max(1, min(count, most // max(1, batch * heads * groups * width)))
     sums = q.new_zeros(num_anchors, batch, groups, width, dtype=torch.float32) if decay is not None else None
-    pieces, kept_logits, pairs = [], None, 0
+    pieces, kept_logits = [], None
     for first in range(0, count, chunk):
         part = slice(first, first + chunk)
         asked = q[:, :, :, part]
         at = positions[:, part]
         all_logits = [_products(asked[:num_anchors], keys, scale)] if num_anchors else []
-        pairs += sum(logits.numel() for logits in all_logits)
         if num_anchors and capped[0] is not None:
-            pairs += capped[0].put(all_logits[0], at, part, scale)
+            capped[0].put(all_logits[0], at, part, scale)
         if return_logits:
             kept_logits = all_logits[0].clone()
         for place, anchor in enumerate(anchors, start=num_anchors):
@@ -214,15 +213,14 @@ def slot_attention(
                 continue
             queries = anchor.queries[:, :, part] if share == "scores" else asked[place]
             all_logits.append(_products(queries[None], [piece[None] for piece in anchor.keys], scale))
-            pairs += all_logits[-1].numel()
             if anchor.capped is not None:
                 own_queries = None if share == "scores" else capped[1].queries[place - num_anchors][None]
-                pairs += anchor.capped.put(all_logits[-1], at, part, scale, own_queries)
+                anchor.capped.put(all_logits[-1], at, part, scale, own_queries)
         logits = all_logits[0] if len(all_logits) == 1 else torch.cat(all_logits)
         if own is not None:
-            pairs += put_own(logits[num_anchors:], asked[num_anchors:], own, at, sink_size, recent_size, scale)
+            put_own(logits[num_anchors:], asked[num_anchors:], own, at, sink_size, recent_size, scale)
         if anchors and capped[1] is not None:
-            pairs += capped[1].put(logits[num_anchors:], at, part, scale)
+            capped[1].put(logits[num_anchors:], at, part, scale)
         seen = has_key[:, None] & (column - used <= order[part, None])
         seen = seen if near is None else seen & near[:, part]
         logits.masked_fill_(~seen[None, :, None], torch.finfo(torch.float32).min)
@@ -234,7 +232,7 @@ def slot_attention(
         parts = weights.split([piece.shape[2] for piece in values], dim=-1)
         out = sum(part @ piece for part, piece in zip(parts, values, strict=True))
         pieces.append(out.unflatten(2, (groups, -1)))
-    return torch.cat(pieces, dim=3), sums, kept_logits, pairs
+    return torch.cat(pieces, dim=3), sums, kept_logits
 
 
 def _products(queries: Tensor, keys: Iterable[Tensor], scale: float) -> Tensor:
@@ -255,15 +253,15 @@ def _fused(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float) 
 
 def put_own(
     logits: Tensor, queries: Tensor, own: OwnKeys, at: Tensor, sink_size: int, recent_size: int, scale: float
-) -> int:
-    """Overwrite the proximal columns of logits [S, B, G, t, M] with the heads' own; how many pairs."""
+) -> None:
+    """Overwrite the proximal columns of logits [S, B, G, t, M] with the heads' own."""
     key, query = own.positions[:, :, None], at[None, :, :, None]
     is_used = (key >= 0) & (key <= query) & ((key < sink_size) | (query - key < recent_size))
-    return _put(logits, queries, own, is_used, scale)
+    _put(logits, queries, own, is_used, scale)
 
 
-def _put(logits: Tensor, queries: Tensor, own: OwnKeys, is_used: Tensor, scale: float) -> int:
-    """Overwrite columns of logits [h, B, G, t, M] where `is_used` [h, B, t, R]; how many pairs."""
+def _put(logits: Tensor, queries: Tensor, own: OwnKeys, is_used: Tensor, scale: float) -> None:
+    """Overwrite columns of logits [h, B, G, t, M] where `is_used` [h, B, t, R]."""
     products = queries.flatten(2, 3) @ own.keys.transpose(2, 3)
     # What is not used is written to one spare column, so that no mask has to be turned into indices.
     spare = logits.shape[-1]
@@ -271,4 +269,3 @@ def _put(logits: Tensor, queries: Tensor, own: OwnKeys, is_used: Tensor, scale: 
     values = products.unflatten(2, queries.shape[2:4]).float() * scale
     padded = torch.nn.functional.pad(logits, (0, 1))
     logits.copy_(padded.scatter_(-1, index.expand(values.shape), values)[..., :spare])
-    return products.numel()

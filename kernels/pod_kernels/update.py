@@ -4,7 +4,7 @@ Legend: B rows, H_kv KV heads, A anchor heads of the layer (stored first), S = H
 places for own keys.
 
 What is stored equals, bit for bit, what the torch path stores. This module imports triton, so it is imported only where
-`backend.runs_triton` says so.
+`dispatch.runs_triton` says so.
 """
 
 import torch

@@ -31,7 +31,7 @@ def received(cache: Cache, model: PreTrainedModel, batch: int, count: int) -> Te
     """Random attention that the slots of a cascade of a dense model, and `count` new tokens, received; else None."""
     if not isinstance(cache, PodCache) or cache.eviction is None:
         return None
-    used = min(cache.get_seq_length(), cache.store.cascades.slots)
+    used = min(cache.get_seq_length(), cache._storage.cascades.slots)
     kv_heads = model.config.num_key_value_heads
     groups = model.config.num_attention_heads // kv_heads
     return torch.rand(kv_heads, batch, groups, used + count, device=model.device)
@@ -56,7 +56,7 @@ def write(cache: Cache, model: PreTrainedModel, k: Tensor, v: Tensor, sums: Tens
         if sums is None:
             cache.write(layer, k, v)
         else:
-            cache.store.write(layer, k.transpose(0, 1), v.transpose(0, 1), sums)
+            cache._storage.write(layer, k.transpose(0, 1), v.transpose(0, 1), sums)
     cache.finish()
 
 

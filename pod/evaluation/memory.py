@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from pod.blocks import LayerBlocks
 from pod.cache import PodCache
-from pod.eviction import Eviction, LMInfinite, Quest, StoragePolicy, StreamingLLM
+from pod.eviction import ChainPolicy, Eviction, LMInfinite, Method, Quest, StreamingLLM
 from pod.shape import Shape
 from pod.training_memory import largest
 from pod_kernels.cached import MAX_LOGITS
@@ -74,7 +74,7 @@ class Inference:
     output: int
     sink_size: int = 16
     recent_size: int = 4080
-    eviction: Eviction | StoragePolicy | None = None
+    eviction: Method | None = None
     whole_logits: bool = False
     itemsize: int = 2
     fused: bool = True
@@ -89,7 +89,7 @@ class Inference:
         return sum(anchor == layer for layer, row in enumerate(self.blocks.anchors.tolist()) for anchor in row)
 
     @property
-    def _method(self) -> Eviction | StoragePolicy | None:
+    def _method(self) -> Method | None:
         """The eviction method; a budget that is a share has come to tokens of the prompt."""
         if self.eviction is None or not self.eviction.is_share:
             return self.eviction
@@ -103,10 +103,6 @@ class Inference:
         return isinstance(method, Eviction) and method.budget < self.prompt <= method.threshold
 
     @property
-    def _has_store(self) -> bool:
-        return isinstance(self.eviction, StoragePolicy) and not isinstance(self.eviction, Quest)
-
-    @property
     def _stored(self) -> tuple[float, int, float]:
         """(slots of a layer and KV head on average, slots of own proximal keys, bytes beside each of an anchor's)."""
         # The last new token is never stored.
@@ -118,8 +114,8 @@ class Inference:
         if isinstance(method, Quest):
             pages = 2 * self.shape.head_dim * self.itemsize * method.pages(total)
             return total, min(total, near + CROP_SLACK), pages / total
-        if self._has_store:
-            slots = method.make_store(_Sizes(self), self.blocks).cascades.slots
+        if isinstance(method, ChainPolicy):
+            slots = method.chain(_Sizes(self)).slots
             return slots, min(near, slots), 16 + (4 if hasattr(method, "gamma") else 0)
         kept = self.prompt if self.prompt <= method.threshold else method.budget
         headroom = total - self.prompt
@@ -127,7 +123,7 @@ class Inference:
             headroom = min(headroom, max(0, method.budget - kept) + method.when)
             near -= CROP_SLACK
         slots = kept + headroom
-        return slots, min(slots, near + CROP_SLACK), 4 + (4 if method.carries else 0)
+        return slots, min(slots, near + CROP_SLACK), 4 + (4 if method.scores_stay == "sum" else 0)
 
     @property
     def cache(self) -> float:
@@ -148,7 +144,7 @@ class Inference:
     @property
     def _tokens(self) -> int:
         """Tokens that the layers see at once."""
-        return min(self.prompt, self._method.at_once) if self._has_store else self.prompt
+        return min(self.prompt, self._method.at_once) if isinstance(self.eviction, ChainPolicy) else self.prompt
 
     @property
     def _handed(self) -> int:
@@ -189,7 +185,7 @@ class Inference:
         if shares or splits > 1:
             # Sums in float32, log-sum-exps, and two pieces: the one that is added and the one before it.
             out = 4 * q + 12 * shape.heads + max(b * min(q, 2 * q // splits), b * (q + q // splits) if b < 4 else 0)
-        if self._has_store:
+        if isinstance(self.eviction, ChainPolicy):
             copies += b * (2 * q + 2 * k)  # queries in storage order and rotated, keys and values behind the kept
         if isinstance(self.eviction, LMInfinite):
             copies += b * q  # the queries once more, as far away as distances go
@@ -208,16 +204,16 @@ class Inference:
         groups = shape.heads // shape.kv_heads
         if method is None or isinstance(method, Quest):
             return 0
-        if self._has_store:
+        if isinstance(self.eviction, ChainPolicy):
             width = min(self.prompt, self._stored[0] + self._tokens)
             if self.blocks.is_dense and type(method) is StreamingLLM:  # one fused call, with a mask
                 return batch * shape.kv_heads * self._tokens * width * (1 + self.itemsize)
             most = MAX_LOGITS if self.fused else CPU_LOGITS
             return min(most, batch * shape.heads * self._tokens * width) * (12 if self.blocks.is_dense else 20)
-        if method.carries:
+        if method.scores_stay == "sum":
             return min(MAX_LOGITS, batch * anchors * groups * self.prompt**2) * (8 + 1 / groups)
-        window = max(method.observed, method.preference_window)
-        each = 16 if method.preference_window else 8
+        window = max(method.observed, method.protected(groups) if method.has_preference else 0)
+        each = 16 if method.has_preference else 8
         return batch * anchors * window * self.prompt * (each * groups + 1)
 
     @property
@@ -252,6 +248,7 @@ class _Sizes:
 
     def __init__(self, inference: Inference) -> None:
         self.sink_size, self.recent_size = inference.sink_size, inference.recent_size
+        self.blocks = inference.blocks
 
 
 class TensorBytes(TorchDispatchMode):
@@ -329,7 +326,7 @@ def generate(
     batch: int,
     prompt: int,
     output: int,
-    eviction: Eviction | StoragePolicy | None = None,
+    eviction: Method | None = None,
     whole_logits: bool = False,
 ) -> PodCache:
     """Generate greedily from prompts of token 3; returns the cache.

@@ -71,7 +71,7 @@ class Variant:
 
     name: str
     model: PreTrainedModel
-    method: eviction.Eviction | eviction.StoragePolicy | None = None
+    method: eviction.Method | None = None
 
     @property
     def cache_factory(self) -> Callable[[PreTrainedModel], PodCache] | None:
@@ -107,7 +107,7 @@ class Variant:
         return {"model": facts(self.model)} | ({} if self.method is None else method)
 
 
-def parameters_of(methods: list[eviction.Eviction | eviction.StoragePolicy] | None) -> dict[str, dict[str, Any]]:
+def parameters_of(methods: list[eviction.Method] | None) -> dict[str, dict[str, Any]]:
     """Text -> every hyper-parameter of each method, for results that are kept by the text."""
     return {eviction.unparse(method): eviction.hyper_parameters(method) for method in methods or []}
 
@@ -152,7 +152,7 @@ def as_pod(model: PreTrainedModel) -> PreTrainedModel:
     return convert(model, LayerBlocks.dense(config.num_hidden_layers, heads))
 
 
-def variants(model: PreTrainedModel, methods: list[eviction.Eviction | eviction.StoragePolicy] | None) -> list[Variant]:
+def variants(model: PreTrainedModel, methods: list[eviction.Method] | None) -> list[Variant]:
     """The model without eviction, then with each of the methods.
 
     Raises:

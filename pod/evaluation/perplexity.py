@@ -10,7 +10,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from pod.evaluation.models import asks_apart
-from pod.eviction import Eviction, StoragePolicy, unparse
+from pod.eviction import Method, unparse
 
 # Logits of so many tokens, of all rows together, are in memory at once.
 POSITIONS = 1024
@@ -66,7 +66,7 @@ class Perplexity:
         return positions, means
 
 
-def check_streamed(methods: Iterable[Eviction | StoragePolicy]) -> None:
+def check_streamed(methods: Iterable[Method]) -> None:
     """Refuse methods that would evict from a streamed text's first chunk only, or keep a share of that for ever.
 
     Raises:

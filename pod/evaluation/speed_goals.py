@@ -1,4 +1,4 @@
-"""What a run of `eval/speed.py` says: the goals it reached, and the lines of `pod_kernels.winners`."""
+"""What a run of `eval/speed.py` says: the goals it reached, and the lines of `pod_kernels.dispatch`."""
 
 import os
 import statistics
@@ -25,7 +25,7 @@ from pod.evaluation.speed_works import (
     update_one_layer,
 )
 from pod.evaluation.timing import Measured
-from pod_kernels import winners
+from pod_kernels import dispatch
 from pod_kernels.flash import CUDNN, FLASH_VARIABLE
 
 
@@ -125,7 +125,7 @@ def goals(suites: list[dict[str, Any]], kind: str) -> str:
 
 
 def winner_lines(suites: list[dict[str, Any]], commit: str) -> str:
-    """Lines of `pod_kernels.winners.WINNERS`, from what ran by both backends; empty without.
+    """Lines of `pod_kernels.dispatch.WINNERS`, from what ran by both backends; empty without.
 
     Of decoding, all lengths together are one line: a cache does not change its backend as it grows.
     """
@@ -136,7 +136,7 @@ def winner_lines(suites: list[dict[str, Any]], commit: str) -> str:
     }
     works = {attention_forward: "forward", attention_training: "training", decode_attention: "decode"}
     works = {measurement.__name__: work for measurement, work in works.items()}
-    times: dict[winners.ShapeClass, dict[str, float]] = {}
+    times: dict[dispatch.ShapeClass, dict[str, float]] = {}
     dates = {}
     for facts in suites:
         for record in facts["results"]:
@@ -144,8 +144,8 @@ def winner_lines(suites: list[dict[str, Any]], commit: str) -> str:
             if record["what"] not in works or not {"PoD", "PoD" + FUSED} <= medians.keys():
                 continue
             work = works[record["what"]]
-            length = max(reached for reached in winners.LENGTHS if reached <= record["tokens"])
-            shapes = winners.ShapeClass(
+            length = max(reached for reached in dispatch.LENGTHS if reached <= record["tokens"])
+            shapes = dispatch.ShapeClass(
                 facts["device"],
                 getattr(torch, facts["dtype"]).itemsize,
                 facts["head_dim"],
@@ -159,5 +159,5 @@ def winner_lines(suites: list[dict[str, Any]], commit: str) -> str:
     lines = {}
     for shapes, sums in times.items():
         backend, flash = ways[min(sums, key=sums.get)]
-        lines[shapes] = winners.Winner(backend, dates[shapes], commit, flash)
+        lines[shapes] = dispatch.Winner(backend, dates[shapes], commit, flash)
     return "\n".join(f"    {shapes!r}: {winner!r},".replace("'", '"') for shapes, winner in lines.items())

@@ -24,7 +24,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pod.evaluation import report
-from pod_kernels.attention import BACKEND_VARIABLE
+from pod_kernels.dispatch import VARIABLE
 from pod_kernels.flash import FLASH_VARIABLE
 
 OPERATIONS, BYTES = "TFLOP/s", "GB/s"
@@ -214,7 +214,7 @@ def by(backend: str, work: Callable[[], object], flash: str | None = None) -> Ca
 
     def run() -> None:
         chosen = os.environ.get(FLASH_VARIABLE, "") if flash is None else flash
-        meanwhile = {BACKEND_VARIABLE: backend, FLASH_VARIABLE: chosen}
+        meanwhile = {VARIABLE: backend, FLASH_VARIABLE: chosen}
         before = {name: os.environ.get(name) for name in meanwhile}
         os.environ.update(meanwhile)
         try:

@@ -10,8 +10,8 @@ A further method that gives scores or allocates takes at most five steps:
 4. Enter the class in `METHODS` below: command lines and `parse` then know it.
 5. Write a plain-loop simulation in `tests/eviction/`, and compare the kept positions with it.
 
-A method that organises storage itself (Cascade, StreamingLLM) derives from `StoragePolicy` and makes a `Store` instead
-of giving scores; steps 1, 4 and 5 are the same.
+A method that keeps tokens by their places (Cascade, StreamingLLM) derives from `ChainPolicy` and says which chain; one
+that keeps all and chooses what a step reads (Quest) derives from `ReadSelector`. Steps 1, 4 and 5 are the same.
 """
 
 import difflib
@@ -21,9 +21,10 @@ from dataclasses import MISSING, fields
 from typing import Any, get_type_hints
 
 from pod.eviction.adakv import AdaKV
-from pod.eviction.base import Eviction, Sharing, Stage, accepted_types
+from pod.eviction.base import Eviction, Method, ReadSelector, Sharing, Stage, accepted_types
 from pod.eviction.cake import CAKE
 from pod.eviction.cascade import Cascade
+from pod.eviction.chain import Chain, ChainPolicy
 from pod.eviction.combined import Combined
 from pod.eviction.h2o import H2O
 from pod.eviction.observation import Observation
@@ -31,7 +32,6 @@ from pod.eviction.pyramidkv import PyramidKV
 from pod.eviction.quest import Quest
 from pod.eviction.sagekv import SageKV
 from pod.eviction.snapkv import SnapKV
-from pod.eviction.storage import StoragePolicy, Store
 from pod.eviction.streaming import LMInfinite, StreamingLLM
 from pod.eviction.tova import TOVA
 
@@ -50,7 +50,7 @@ METHODS: dict[str, type] = {
 }
 
 
-def parse(text: str) -> Eviction | StoragePolicy:
+def parse(text: str) -> Method:
     """A method from the command line's form.
 
     `snapkv:budget=256,window=16`, `snapkv:budget=0.25` with a share of the prompt, `cake:budget=1024,preset=NAME` with
@@ -120,7 +120,7 @@ def split(text: str) -> list[str]:
     return parts
 
 
-def parse_all(text: str) -> list[Eviction | StoragePolicy]:
+def parse_all(text: str) -> list[Method]:
     """Methods separated by `+`, in the order of the text.
 
     Raises:
@@ -129,7 +129,7 @@ def parse_all(text: str) -> list[Eviction | StoragePolicy]:
     return [parse(part) for part in split(text)]
 
 
-def unparse(method: Eviction | StoragePolicy) -> str:
+def unparse(method: Method) -> str:
     """The shortest text of which `parse` makes an equal method, for tables and folders' names.
 
     Defaults are not in it: what is kept for later is kept with `hyper_parameters`.
@@ -152,7 +152,7 @@ def unparse(method: Eviction | StoragePolicy) -> str:
     return f"{'*'.join(names)}:{settings}"
 
 
-def hyper_parameters(method: Eviction | StoragePolicy) -> dict[str, Any]:
+def hyper_parameters(method: Method) -> dict[str, Any]:
     """The class and every hyper-parameter, defaults too, as JSON: a default may change, what is saved may not.
 
     Raises:
@@ -166,7 +166,7 @@ def hyper_parameters(method: Eviction | StoragePolicy) -> dict[str, Any]:
     }
 
 
-def of_hyper_parameters(saved: dict[str, Any]) -> Eviction | StoragePolicy:
+def of_hyper_parameters(saved: dict[str, Any]) -> Method:
     """The method that `hyper_parameters` has described.
 
     Raises:
@@ -184,7 +184,7 @@ def of_hyper_parameters(saved: dict[str, Any]) -> Eviction | StoragePolicy:
     return method(**{k: of_hyper_parameters(v) if isinstance(v, dict) else v for k, v in values.items()})
 
 
-def _name_of(method: Eviction | StoragePolicy) -> str:
+def _name_of(method: Method) -> str:
     names = [name for name, known in METHODS.items() if type(method) is known]
     if not names:
         raise ValueError(f"{method!r} has no text; there are {', '.join(METHODS)}")
@@ -238,18 +238,20 @@ __all__ = [
     "TOVA",
     "AdaKV",
     "Cascade",
+    "Chain",
+    "ChainPolicy",
     "Combined",
     "Eviction",
     "LMInfinite",
+    "Method",
     "Observation",
     "PyramidKV",
     "Quest",
+    "ReadSelector",
     "SageKV",
     "Sharing",
     "SnapKV",
     "Stage",
-    "StoragePolicy",
-    "Store",
     "StreamingLLM",
     "describe",
     "hyper_parameters",

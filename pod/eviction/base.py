@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from functools import lru_cache
 from itertools import groupby
-from typing import ClassVar, Self, get_args, get_origin, get_type_hints
+from typing import ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
 from torch import Tensor
 
@@ -141,9 +141,10 @@ class Eviction(Method):
     Class attributes:
         positions: "absolute": a key keeps the rotation of its position in the text.
         when: 0 evicts after a prefill only, n also after every n-th decoded token.
-        carries: scores stay with their tokens, and those of further queries are added; the budget has no part in them.
-        lasting: a prefill's scores stay with their tokens and decide at steps too; a new token's is 0, and what a step
-            scores is added for that step only.
+        scores_stay: with their tokens, where a further eviction finds them. "sum": those of every query are added, and
+            the budget has no part in them. "prefill": a prefill's decide at steps too; a new token's is 0, and what a
+            step scores is added for that step only. None: every eviction scores anew.
+        has_preference: layers share the budget by what `preference` says of them.
         per_layer: all KV heads anchored in a layer keep the same positions.
     """
 
@@ -152,40 +153,30 @@ class Eviction(Method):
 
     positions: ClassVar[str] = "absolute"
     when: ClassVar[int] = 0
-    carries: ClassVar[bool] = False
-    lasting: ClassVar[bool] = False
+    scores_stay: ClassVar[Literal["sum", "prefill"] | None] = None
+    has_preference: ClassVar[bool] = False
     per_layer: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_types(self)
         check_budget(self)
-        if not self.is_share and self.budget < self.protected:
+        if not self.is_share and self.budget < self.protected():
             raise ValueError(
-                f"{type(self).__name__}: budget ({self.budget} tokens) is below the {self.protected} last tokens that "
-                "are always kept: raise budget, or keep fewer"
+                f"{type(self).__name__}: budget ({self.budget} tokens) is below the {self.protected()} last tokens "
+                "that are always kept: raise budget, or keep fewer"
             )
 
-    @property
-    def protected(self) -> int:
-        """The last tokens of each row that are always kept."""
+    def protected(self, groups: int = 1) -> int:
+        """The last tokens of each row that are always kept, with `groups` query heads per KV head."""
         return 0
 
-    def protected_with(self, groups: int) -> int:
-        """The same, for methods where it depends on the query heads per KV head."""
-        return self.protected
-
     def least(self, sinks: int, groups: int) -> int:
-        return max(1, sinks + self.protected_with(groups))
+        return max(1, sinks + self.protected(groups))
 
     @property
     def observed(self) -> int:
-        """How many of a prefill's last queries `score` looks at; all when `carries`."""
+        """How many of a prefill's last queries `score` looks at; all where scores are summed."""
         return 1
-
-    @property
-    def preference_window(self) -> int:
-        """How many of a prefill's last queries `preference` looks at; 0: the method has none."""
-        return 0
 
     @property
     def threshold(self) -> int:
@@ -201,8 +192,8 @@ class Eviction(Method):
         """
 
     def preference(self, seen: Observation) -> Tensor:
-        """[B] how much a layer wants of a budget that layers share; asked where there is a `preference_window`."""
-        raise NotImplementedError(f"{type(self).__name__} has a preference_window, so it must define preference")
+        """[B] how much a layer wants of a budget that layers share, by the queries of the `protected` last tokens."""
+        raise NotImplementedError(f"{type(self).__name__} has_preference, so it must define preference")
 
     def allocate(self, sharing: Sharing) -> list[list[list[int]]]:
         """How many tokens each layer and KV head may keep, those always kept included.
@@ -215,6 +206,34 @@ class Eviction(Method):
         """
         rows = len(sharing.seen)
         return [[[self.budget] * rows for _ in stage.heads] for stage in sharing.stages]
+
+
+class ReadSelector(Method):
+    """A method that keeps every token, in pages, and chooses at each decoded token which of them are read.
+
+    Attributes:
+        page_size: tokens of a page.
+        dense_layers: so many first layers read everything.
+    """
+
+    page_size: int
+    dense_layers: int
+
+    def pages(self, length: int) -> int:
+        """Pages of `length` tokens."""
+        return -(-length // self.page_size)
+
+    @abstractmethod
+    def choose(self, bounds: Tensor, positions: Tensor) -> Tensor:
+        """The positions that one query reads.
+
+        Args:
+            bounds: [A, B, P] float32, how large the product of a page's keys and the query can be at most.
+            positions: [B, 1] int64, the query's position in each row, -1 for padding.
+
+        Returns:
+            [A, B, R] int64, best page first; -1 for none.
+        """
 
 
 def check_budget(method: Method) -> None:

@@ -50,6 +50,7 @@ class CAKE(Eviction):
     tau2: float = 1.0
 
     when: ClassVar[int] = 1
+    has_preference: ClassVar[bool] = True
     # By model and tokens per layer.
     PRESETS: ClassVar[dict[str, dict[str, float]]] = {
         "llama-3.1-8b-1024": {"tau1": 1.6, "tau2": 0.4},
@@ -65,16 +66,11 @@ class CAKE(Eviction):
         if not self.gamma >= 0:
             raise ValueError(f"CAKE: gamma must be >= 0, got {self.gamma}")
 
-    @property
-    def protected(self) -> int:
+    def protected(self, groups: int = 1) -> int:
         return self.window
 
     @property
     def observed(self) -> int:
-        return self.window
-
-    @property
-    def preference_window(self) -> int:
         return self.window
 
     @property
@@ -111,7 +107,7 @@ class CAKE(Eviction):
                 if sharing.spared[row] or not blocks:
                     continue
                 always = [sharing.always[sharing.stages[stage].layer, head] for stage, *_ in blocks]
-                shares = share_out(
+                shares = apportion(
                     total,
                     [sharing.stages[stage].preference[row] for stage, *_ in blocks],
                     [size for *_, size in blocks],
@@ -126,7 +122,7 @@ class CAKE(Eviction):
         return counts
 
 
-def share_out(total: int, preferences: list[float], sizes: list[int], room: list[int], is_last: bool) -> list[int]:
+def apportion(total: int, preferences: list[float], sizes: list[int], room: list[int], is_last: bool) -> list[int]:
     """Tokens for each block of layers, in proportion to the preferences, no block more than it has room for.
 
     Args:

@@ -5,16 +5,13 @@ from typing import ClassVar
 
 from transformers.configuration_utils import PreTrainedConfig
 
-from pod.blocks import LayerBlocks
-from pod.eviction.slots import Scoring, SlotStore
-from pod.eviction.storage import StoragePolicy, check_policy
-from pod_kernels.cascade import Cascades
+from pod.eviction.chain import Chain, ChainPolicy, check_policy
 
 HEAD_REDUCTIONS = ("max", "mean")
 
 
 @dataclass(frozen=True)
-class Cascade(StoragePolicy):
+class Cascade(ChainPolicy):
     """Keep sinks, recent tokens, and ever sparser older ones, chosen by a moving average of their attention.
 
     Sub-cache i accepts every 2^i-th token; where it does not, the token offered and its newest contest by their
@@ -68,16 +65,16 @@ class Cascade(StoragePolicy):
     def least(self, sinks: int, groups: int) -> int:
         return max(self.sinks, sinks) + self.num_cascades
 
-    def make_store(self, config: PreTrainedConfig, blocks: LayerBlocks) -> SlotStore:
-        """An empty store for a model.
+    def chain(self, config: PreTrainedConfig) -> Chain:
+        """Sinks and sub-caches in a model.
 
         Raises:
             ValueError: the model's sinks leave no token for each sub-cache.
         """
-        sinks = self.sinks if blocks.is_dense else max(self.sinks, config.sink_size)
+        sinks = self.sinks if config.blocks.is_dense else max(self.sinks, config.sink_size)
         self._check_room(
             sinks, f"the model's sink_size of {sinks} tokens, which blocks of more than one layer always keep,"
         )
         rest = self.budget - sinks
-        cascades = Cascades(sinks, rest - rest % self.num_cascades, self.num_cascades)
-        return SlotStore(config, blocks, cascades, rotates=True, scoring=Scoring(self.gamma, self.head_reduction))
+        tokens = rest - rest % self.num_cascades
+        return Chain(sinks, tokens, self.num_cascades, True, self.gamma, self.head_reduction)

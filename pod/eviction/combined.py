@@ -37,21 +37,20 @@ class Combined(Eviction):
                     f"Combined: query_aware is {self.query_aware} but {type(part).__name__} has {part.query_aware}: "
                     "give all three the same"
                 )
-        if self.scorer.protected != self.allocator.protected:
+        if self.scorer.protected() != self.allocator.protected():
             raise ValueError(
-                f"Combined: {type(self.scorer).__name__} always keeps {self.scorer.protected} last tokens and "
-                f"{type(self.allocator).__name__} {self.allocator.protected}: give both the same window"
+                f"Combined: {type(self.scorer).__name__} always keeps {self.scorer.protected()} last tokens and "
+                f"{type(self.allocator).__name__} {self.allocator.protected()}: give both the same window"
             )
-        for name in ("when", "carries", "lasting", "per_layer"):
+        for name in ("when", "scores_stay", "per_layer"):
             object.__setattr__(self, name, getattr(self.scorer, name))
+        object.__setattr__(self, "has_preference", self.allocator.has_preference)
 
-    protected = property(lambda self: self.scorer.protected)
     observed = property(lambda self: self.scorer.observed)
-    preference_window = property(lambda self: self.allocator.preference_window)
     threshold = property(lambda self: self.scorer.threshold)
 
-    def protected_with(self, groups: int) -> int:
-        return self.scorer.protected_with(groups)
+    def protected(self, groups: int = 1) -> int:
+        return self.scorer.protected(groups)
 
     def least(self, sinks: int, groups: int) -> int:
         return max(part.least(sinks, groups) for part in (self.scorer, self.allocator))

@@ -27,15 +27,14 @@ class H2O(Eviction):
     recent: int | None = None
 
     when: ClassVar[int] = 1
-    carries: ClassVar[bool] = True
+    scores_stay: ClassVar[str] = "sum"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.recent is not None and self.recent < 1:
             raise ValueError(f"H2O: recent must be at least 1 (the newest token is recent), got {self.recent}")
 
-    @property
-    def protected(self) -> int:
+    def protected(self, groups: int = 1) -> int:
         if self.recent is None and self.is_share:
             raise ValueError(f"H2O: recent, half of a budget of {self.budget}, is not known before the prompt: give it")
         return max(1, self.budget // 2) if self.recent is None else self.recent

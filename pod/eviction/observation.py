@@ -5,22 +5,18 @@ slots, D head dimension.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from pod_kernels import attention_weights
-from pod_kernels.backend import runs_triton
 
 
 @dataclass
 class Observation:
     """What a layer's last queries attended to, which is what scores are made of.
 
-    Where kernels run, no weights are stored after a prefill: a method should ask for `sums`, `variances` or `entropies`
-    where these say it, as `weights` is then computed only for who asks.
+    Of a prefill it is computed when it is asked for. Where kernels run, `sums`, `variances` and `entropies` are added
+    up without the weights: a method should ask for these where they say it.
 
     Attributes:
         weights: [B, A, G, q, N] float32, softmax over all keys that a query sees; zero for padding.
@@ -104,58 +100,3 @@ class Observation:
         if order is not None:
             flat = torch.empty_like(flat).scatter_(-1, order, flat)
         return flat.masked_fill(~prefix, 0)
-
-
-class SeenByKernels(Observation):
-    """What queries of a prefill attended to, as kernels add it up: weights are computed only for who asks for them.
-
-    Args:
-        queries, query_positions: [A, B, G, q, D] and [B, q].
-        keys, positions: [A, B, N, D] and [B, A, N], in order of position.
-        newest: [B].
-        scale: factor on every logit.
-    """
-
-    def __init__(
-        self, queries: Tensor, query_positions: Tensor, keys: Tensor, positions: Tensor, newest: Tensor, scale: float
-    ) -> None:
-        self._given = queries, keys, positions.transpose(0, 1), query_positions, scale
-        self.positions, self.newest = positions, newest
-        self.in_order, self.decoding = True, False
-        self.asked = (query_positions >= 0).sum(dim=1)
-        self._columns: tuple[Tensor | None, ...] = (None,)
-
-    @cached_property
-    def weights(self) -> Tensor:
-        return attention_weights(*self._given).transpose(0, 1)
-
-    @property
-    def count(self) -> int:
-        return self._given[0].shape[3]
-
-    def sums(self) -> Tensor:
-        return self._column(0)
-
-    def _spread(self) -> Tensor:
-        return self._column(1)
-
-    def entropies(self) -> Tensor:
-        return self._column(2)
-
-    def _column(self, which: int) -> Tensor:
-        from pod_kernels.column_sums import column_statistics  # imports triton
-
-        if which >= len(self._columns) or self._columns[which] is None:
-            self._columns = column_statistics(*self._given, with_spread=which > 0)
-        return self._columns[which].transpose(0, 1)
-
-
-def observe(
-    queries: Tensor, query_positions: Tensor, keys: Tensor, positions: Tensor, newest: Tensor, scale: float
-) -> Observation:
-    """What queries of a prefill attend to; arguments as `SeenByKernels`, which it is where kernels run."""
-    if runs_triton(keys):
-        return SeenByKernels(queries, query_positions, keys, positions, newest, scale)
-    weights = attention_weights(queries, keys, positions.transpose(0, 1), query_positions, scale)
-    asked = (query_positions >= 0).sum(dim=1)
-    return Observation(weights.transpose(0, 1), positions, newest, in_order=True, decoding=False, asked=asked)

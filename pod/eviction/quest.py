@@ -4,16 +4,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers.configuration_utils import PreTrainedConfig
 
-from pod.blocks import LayerBlocks
-from pod.eviction.base import check_budget, check_types
-from pod.eviction.storage import StoragePolicy
-from pod_kernels.pages import page_bounds
+from pod.eviction.base import ReadSelector, check_budget, check_types
 
 
 @dataclass(frozen=True)
-class Quest(StoragePolicy):
+class Quest(ReadSelector):
     """Keep every token, and at each decoded token read the pages of keys whose products with its query may be highest.
 
     A page is `page_size` consecutive tokens of a row; beside it lie the minimum and the maximum of its keys in each
@@ -54,34 +50,15 @@ class Quest(StoragePolicy):
     def least(self, sinks: int, groups: int) -> int:
         return self.page_size
 
-    def make_store(self, config: PreTrainedConfig, blocks: LayerBlocks) -> None:
-        """None: the cache's own storage keeps all tokens, and the pages beside their keys."""
-
-    def pages(self, length: int) -> int:
-        """Pages of `length` tokens."""
-        return -(-length // self.page_size)
-
-    def choose(self, q: Tensor, pages: Tensor, positions: Tensor, length: int) -> Tensor:
-        """The positions that one query reads.
-
-        Args:
-            q: [A, B, G, D] of the heads that choose.
-            pages: [A, B, P, 2 D] minima and maxima of the keys.
-            positions: [B, 1] int64, the query's position in each row, -1 for padding.
-            length: one more than the largest of them.
-
-        Returns:
-            [A, B, R] int64, best page first; -1 for none.
-        """
-        used = self.pages(length)
-        bounds = page_bounds(q, pages[:, :, :used])
-        number = torch.arange(used, device=q.device)
+    def choose(self, bounds: Tensor, positions: Tensor) -> Tensor:
+        used = bounds.shape[2]
+        number = torch.arange(used, device=bounds.device)
         newest = positions.div(self.page_size, rounding_mode="floor")  # [B, 1]
         bounds = bounds.masked_fill(number > newest, -torch.inf).masked_fill(number == newest, torch.inf)
         most = min(used, self.pages(self.budget))
         recent_first = bounds.flip(-1).argsort(dim=-1, descending=True, stable=True)
         best = used - 1 - recent_first[..., :most]
         count = torch.where(positions < self.budget, newest + 1, self.budget // self.page_size)
-        read = best[..., None] * self.page_size + torch.arange(self.page_size, device=q.device)
+        read = best[..., None] * self.page_size + torch.arange(self.page_size, device=bounds.device)
         is_read = (number[:most] < count)[..., None] & (read <= positions[..., None])
         return read.masked_fill(~is_read, -1).flatten(2)

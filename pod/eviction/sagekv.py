@@ -28,7 +28,7 @@ class SageKV(Eviction):
     """
 
     when: ClassVar[int] = 1
-    lasting: ClassVar[bool] = True
+    scores_stay: ClassVar[str] = "prefill"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -44,13 +44,12 @@ class SageKV(Eviction):
         most = self.budget // (2 * groups)
         return 1 << (most.bit_length() - 1) if most else 0
 
-    def protected_with(self, groups: int) -> int:
-        """The recent tokens, with `groups` query heads per KV head."""
+    def protected(self, groups: int = 1) -> int:
         return self.budget - self.sinks - groups * self.chosen_per_head(groups)
 
     def least(self, sinks: int, groups: int) -> int:
         budgets = map(self.with_budget, count(4))
-        return next(one.budget for one in budgets if one.budget - one.protected_with(groups) >= sinks)
+        return next(one.budget for one in budgets if one.budget - one.protected(groups) >= sinks)
 
     def score(self, seen: Observation) -> Tensor:
         # Numbers that only order: recent tokens 0, those between by rank, the union above, sinks above all.
@@ -60,7 +59,7 @@ class SageKV(Eviction):
             return is_sink * 2.0**23
         weights = seen.weights[:, :, :, -1]
         groups = weights.shape[2]
-        between = seen.prefix(self.protected_with(groups)) & ~is_sink
+        between = seen.prefix(self.protected(groups)) & ~is_sink
         ranks = _ranks(weights.masked_fill(~between[:, :, None], -1))
         is_best = (ranks >= length - self.chosen_per_head(groups)).any(dim=2)
         order = 1 + _ranks(weights.amax(dim=2).masked_fill(~between, -1))

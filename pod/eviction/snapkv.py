@@ -36,8 +36,7 @@ class SnapKV(Eviction):
         check_window(self)
         check_choice(self, "pooling", ("max", "avg"))
 
-    @property
-    def protected(self) -> int:
+    def protected(self, groups: int = 1) -> int:
         return self.window
 
     @property

@@ -1,19 +1,16 @@
 """The first tokens and the last ones: StreamingLLM (arXiv 2309.17453), LM-Infinite (arXiv 2308.16137), and the same for
 models with a window."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from transformers.configuration_utils import PreTrainedConfig
 
-from pod.blocks import LayerBlocks
-from pod.eviction.slots import SlotStore
-from pod.eviction.storage import StoragePolicy, check_policy
-from pod_kernels.cascade import Cascades
+from pod.eviction.chain import Chain, ChainPolicy, check_policy
 
 
 @dataclass(frozen=True)
-class StreamingLLM(StoragePolicy):
+class StreamingLLM(ChainPolicy):
     """Keep the first tokens, the attention sinks, and a window of the last ones: a cascade of one sub-cache.
 
     Args:
@@ -44,24 +41,19 @@ class StreamingLLM(StoragePolicy):
     def least(self, sinks: int, groups: int) -> int:
         return max(self.sinks, sinks) + 1
 
-    def make_store(self, config: PreTrainedConfig, blocks: LayerBlocks) -> SlotStore:
-        """An empty store for a model.
+    def chain(self, config: PreTrainedConfig) -> Chain:
+        """Sinks and window in a model.
 
         Raises:
             ValueError: the model's sinks alone exceed the budget.
         """
-        slots = self.slots(config, blocks)
-        return SlotStore(config, blocks, slots, rotates=self.positions == "cache")
-
-    def slots(self, config: PreTrainedConfig, blocks: LayerBlocks) -> Cascades:
-        """Sinks and window in a model; raises as `make_store`."""
-        sinks = self.sinks if blocks.is_dense else max(self.sinks, config.sink_size)
+        sinks = self.sinks if config.blocks.is_dense else max(self.sinks, config.sink_size)
         if self.budget <= sinks:
             raise ValueError(
                 f"budget must be larger than the model's sink_size of {sinks} tokens, which are always kept in blocks "
                 f"of more than one layer; got {self.budget}. Use at least {sinks + 1}."
             )
-        return Cascades(sinks, self.budget - sinks, 1)
+        return Chain(sinks, self.budget - sinks, rotates=self.positions == "cache")
 
 
 @dataclass(frozen=True)
@@ -86,18 +78,14 @@ class LMInfinite(StreamingLLM):
     positions: ClassVar[str] = "cache"
     sees_stride: ClassVar[bool] = False
 
-    def make_store(self, config: PreTrainedConfig, blocks: LayerBlocks) -> SlotStore:
-        """An empty store for a model.
-
-        Raises:
-            ValueError: the model's sinks alone exceed the budget.
-        """
-        slots = self.slots(config, blocks)
-        return SlotStore(config, blocks, slots, rotates=True, window=(slots.sinks, slots.budget + 1))
+    def chain(self, config: PreTrainedConfig) -> Chain:
+        """Sinks and window in a model; raises as `StreamingLLM.chain`."""
+        kept = super().chain(config)
+        return replace(kept, window=(kept.sinks, kept.tokens + 1))
 
 
 @dataclass(frozen=True)
-class WindowAttention(StoragePolicy):
+class WindowAttention(ChainPolicy):
     """What a model with `share: window` attends to and nothing else: `PodCache` uses it for such a model.
 
     A query sees `sink_size` first tokens and `recent_size` last ones, itself included, as in training, however many are
@@ -110,9 +98,9 @@ class WindowAttention(StoragePolicy):
     stride: int = 4096
 
     budget: ClassVar[None] = None  # the model's window
+    positions: ClassVar[str] = "absolute"
 
-    def make_store(self, config: PreTrainedConfig, blocks: LayerBlocks) -> SlotStore:
-        """An empty store for a model."""
+    def chain(self, config: PreTrainedConfig) -> Chain:
+        """Sinks and window of the model."""
         # A step's own tokens are not in the slots yet.
-        slots = Cascades(config.sink_size, config.recent_size - 1, 1)
-        return SlotStore(config, blocks, slots, rotates=False, window=(config.sink_size, config.recent_size))
+        return Chain(config.sink_size, config.recent_size - 1, window=(config.sink_size, config.recent_size))

@@ -2,8 +2,8 @@
 
 from pod.evaluation.speed_goals import goals, winner_lines
 from pod.evaluation.speed_setting import DENSE
+from pod_kernels.dispatch import ShapeClass, Winner
 from pod_kernels.flash import FLASH_VARIABLE
-from pod_kernels.winners import ShapeClass, Winner
 
 
 def record(what, tokens, by_bytes=None, **seconds):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pod.evaluation import timing
-from pod_kernels.attention import BACKEND_VARIABLE
+from pod_kernels.dispatch import VARIABLE as BACKEND_VARIABLE
 from pod_kernels.flash import FLASH_VARIABLE
 
 

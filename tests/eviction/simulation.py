@@ -35,7 +35,7 @@ class Simulation:
         attend = cache.attend
 
         def recording(layer, q, k, *rest):
-            self.records.append((layer, q.double().numpy(), k.double().numpy(), cache._step.positions.tolist()))
+            self.records.append((layer, q.double().numpy(), k.double().numpy(), cache._storage.step.positions.tolist()))
             return attend(layer, q, k, *rest)
 
         cache.attend = recording

@@ -214,9 +214,9 @@ def test_ada_shares_are_exact():
 
 def test_sage_takes_the_paper_sizes():
     method = SageKV(8192)
-    assert (method.sinks, method.chosen_per_head(4), method.protected_with(4)) == (2048, 1024, 2048)
-    assert (method.sinks, method.chosen_per_head(7), method.protected_with(7)) == (2048, 512, 2560)
-    assert SageKV(16).chosen_per_head(16) == 0 and SageKV(16).protected_with(16) == 12
+    assert (method.sinks, method.chosen_per_head(4), method.protected(4)) == (2048, 1024, 2048)
+    assert (method.sinks, method.chosen_per_head(7), method.protected(7)) == (2048, 512, 2560)
+    assert SageKV(16).chosen_per_head(16) == 0 and SageKV(16).protected(16) == 12
     with pytest.raises(ValueError, match="SageKV: budget must be at least 4 tokens"):
         SageKV(3)
 

@@ -44,7 +44,7 @@ def run_both(config, method, chunks, seed=0, crop=0):
         k, v = torch.randn(2, layers, rows, KV_HEADS, columns, DIM, generator=generator)
         mask = torch.arange(columns) >= columns - torch.tensor(new)[:, None]
         cache.begin(config, torch.zeros(rows, columns, 1), None if bool(mask.all()) else mask, None)
-        step, out = cache._step, []
+        step, out = cache._storage.step, []
         for layer, row in enumerate(anchors):
             distant = [None, None]
             if cache.takes_anchors(columns):
@@ -118,7 +118,7 @@ def test_what_is_not_read_is_not_touched(which):
     fed(model, cache, tokens(2, 41))
     poisoned, reads = copy.deepcopy(cache), []
     finish = cache.finish
-    cache.finish = lambda: reads.append(cache._step.read) or finish()
+    cache.finish = lambda: reads.append(cache._storage.step.read) or finish()
     expected = fed(model, cache, tokens(2, 1))
     for layer, segments in enumerate(poisoned._storage.layers):
         for place, head in enumerate(segments.order):

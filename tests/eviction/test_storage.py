@@ -8,6 +8,7 @@ import torch
 from test_cache import ANCHORS, DENSE, assert_close, build, fed, greedy, left_padded, recomputed, tokens
 
 import pod
+from pod.cache.keep import kept, lowest
 from pod.eviction import (
     CAKE,
     H2O,
@@ -25,8 +26,7 @@ from pod.eviction import (
     SnapKV,
     StreamingLLM,
 )
-from pod.eviction.cake import share_out
-from pod.eviction.decision import kept, lowest
+from pod.eviction.cake import apportion
 
 ALL = [SnapKV(100, window=4), H2O(100), TOVA(100), CAKE(100, window=4)]
 ALL += [PyramidKV(100, window=4), AdaKV(100, window=4), SageKV(100)]
@@ -35,7 +35,7 @@ TIGHT += [PyramidKV(16, window=4, kernel_size=3), AdaKV(16, window=4, kernel_siz
 BOTH = [
     pytest.param(("llama", "scores", DENSE), id="dense"),
     pytest.param(("llama", "scores", ANCHORS), id="blocks"),
-    pytest.param(("qwen3", "keys", ANCHORS), id="blocks-keys"),
+    pytest.param(("qwen3", "keys", ANCHORS), id="blocks-keys", marks=pytest.mark.slow),
 ]
 
 
@@ -47,7 +47,8 @@ def named(methods):
 class Ragged(Eviction):
     """Keeps the best and the last few; every row and KV head another number."""
 
-    protected = 3
+    def protected(self, groups: int = 1) -> int:
+        return 3
 
     def score(self, seen: Observation) -> torch.Tensor:
         return seen.weights[:, :, :, -1].mean(dim=2)
@@ -86,7 +87,7 @@ def test_a_large_budget_changes_nothing(method, which):
 @named(TIGHT + [Ragged(16)])
 def test_logits_after_eviction_are_attention_to_what_is_kept(method, which, monkeypatch):
     # The fast attention against its plain loops, inside the model, with slots in any order and ragged heads.
-    from pod import slot_storage
+    from pod.cache import slots as slot_storage
     from pod_kernels.cached import cached_attention, reference_cached_attention
 
     model, compared = build(*which), []
@@ -324,7 +325,7 @@ def test_bytes_of_pod_with_snapkv(max_length):
     cache.begin(model.config, torch.empty(1, length, 64), None, model.model.rotary_emb)
     keys = torch.randn(1, 2, length, dim, generator=random)
     queries = torch.randn(1, 4, length, dim, generator=random)
-    import pod.cache_rows as rows
+    import pod.cache.rows as rows
 
     attention, rows.shared_score_attention = rows.shared_score_attention, lambda q, *args, **kwargs: q
     try:
@@ -378,7 +379,7 @@ def test_cascading_equals_evicting_once():
         room, peak = [], 0
         for stage in range(1, layers + 1):
             room.append(length)
-            room = share_out(total, preferences[:stage], [1] * stage, room, stage == layers)
+            room = apportion(total, preferences[:stage], [1] * stage, room, stage == layers)
             for layer in range(stage):
                 held[layer] = sorted(held[layer], key=lambda t, s=scores[layer]: float(s[t]), reverse=True)
                 held[layer] = held[layer][: room[layer]]
@@ -487,17 +488,17 @@ def test_a_prompt_shorter_than_the_window_loses_nothing(method):
 @pytest.mark.parametrize("which", BOTH)
 @named(TIGHT)
 def test_only_the_windows_queries_are_looked_at(method, which, monkeypatch):
-    from pod.eviction import decision, observation
+    from pod.cache import keep
 
     model, seen = build(*which), []
-    weights = observation.attention_weights
+    weights = keep.attention_weights
 
     def counting(q, *args):
         seen.append(q.shape[3])
         return weights(q, *args)
 
-    monkeypatch.setattr(observation, "attention_weights", counting)
-    monkeypatch.setattr(decision, "MAX_LOGITS", 2 * 4 * 60 * 7)  # seven queries of H2O at once, at most fourteen
+    monkeypatch.setattr(keep, "attention_weights", counting)
+    monkeypatch.setattr(keep, "MAX_LOGITS", 2 * 4 * 60 * 7)  # seven queries of H2O at once, at most fourteen
     cache = pod.PodCache(model.config, eviction=method)
     fed(model, cache, tokens(2, 60))
     fed(model, cache, tokens(2, 5))

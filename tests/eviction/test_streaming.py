@@ -172,7 +172,7 @@ def test_bytes_do_not_grow(positions):
     fed(model, cache, tokens(2, 100))
     assert cache.nbytes() == first == sum(tensor.untyped_storage().nbytes() for tensor in cache.storages())
     # The own keys of layers that are no anchors: sinks and recent, not the budget.
-    assert cache.store._layers[3].own.rectangle.shape[2] == 2 + 6
+    assert cache._storage._layers[3].own.rectangle.shape[2] == 2 + 6
 
 
 def test_sinks_of_the_model_are_kept_inside_blocks():

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pod_kernels import attention, reference, shared_score_attention, winners
+from pod_kernels import attention, dispatch, reference, shared_score_attention
 from pod_kernels.sequences import sequence_spans
 
 triton = pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
@@ -442,20 +442,20 @@ def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_auto_takes_the_measured_winner(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(attention.BACKEND_VARIABLE, raising=False)
-    shapes = winners.ShapeClass("a GPU", 2, 128, 4096, "training")
-    monkeypatch.setitem(winners.WINNERS, shapes, winners.Winner("fused", "2000-01-01", "0000000"))
-    assert attention.resolve_backend("auto", shapes) == "fused"
+    monkeypatch.delenv(dispatch.VARIABLE, raising=False)
+    shapes = dispatch.ShapeClass("a GPU", 2, 128, 4096, "training")
+    monkeypatch.setitem(dispatch.WINNERS, shapes, dispatch.Winner("fused", "2000-01-01", "0000000"))
+    assert dispatch.resolve_backend("auto", shapes) == "fused"
     for other in (
         None,
         shapes._replace(gpu="another"),
         shapes._replace(length=16_384),
         shapes._replace(work="forward"),
     ):
-        assert attention.resolve_backend("auto", other) == "composed"
-    assert attention.resolve_backend("reference", shapes) == "reference"
-    monkeypatch.setenv(attention.BACKEND_VARIABLE, "reference")
-    assert attention.resolve_backend("auto", shapes) == "reference"
+        assert dispatch.resolve_backend("auto", other) == "composed"
+    assert dispatch.resolve_backend("reference", shapes) == "reference"
+    monkeypatch.setenv(dispatch.VARIABLE, "reference")
+    assert dispatch.resolve_backend("auto", shapes) == "reference"
 
 
 def test_classes_of_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -466,17 +466,17 @@ def test_classes_of_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
         device, dtype, shape = torch.device("cuda"), torch.bfloat16, (1, 8, 5000, 128)
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
-    assert winners.shape_class(Queries, "training") == winners.ShapeClass("a GPU", 2, 128, 4096, "training")
+    assert dispatch.shape_class(Queries, "training") == dispatch.ShapeClass("a GPU", 2, 128, 4096, "training")
     Queries.shape = (1, 8, 1, 64)
-    assert winners.shape_class(Queries, "forward") == winners.ShapeClass("a GPU", 2, 64, 0, "forward")
+    assert dispatch.shape_class(Queries, "forward") == dispatch.ShapeClass("a GPU", 2, 64, 0, "forward")
     Queries.shape = (9000, 64)
-    assert winners.shape_class(Queries, "decode") == winners.ShapeClass("a GPU", 2, 64, 0, "decode")
-    assert winners.shape_class(torch.zeros(1, 1, 4, 16), "training") is None
+    assert dispatch.shape_class(Queries, "decode") == dispatch.ShapeClass("a GPU", 2, 64, 0, "decode")
+    assert dispatch.shape_class(torch.zeros(1, 1, 4, 16), "training") is None
 
 
 def test_entries_of_the_table_are_whole() -> None:
-    for shapes, winner in winners.WINNERS.items():
-        assert winner.backend in attention.BACKENDS and shapes.length in winners.LENGTHS
+    for shapes, winner in dispatch.WINNERS.items():
+        assert winner.backend in attention.BACKENDS and shapes.length in dispatch.LENGTHS
         assert len(winner.date) == 10 and len(winner.commit) >= 7, shapes
 
 

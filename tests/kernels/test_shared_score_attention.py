@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pod_kernels import attention, composed, flash, pieces, reference
+from pod_kernels import composed, dispatch, flash, pieces, reference
 from pod_kernels.attention import shared_score_attention
 
 HEADS, DIM = 8, 16
@@ -544,14 +544,14 @@ def test_unknown_backend_names_the_closest() -> None:
 
 
 def test_auto_and_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(attention.BACKEND_VARIABLE, raising=False)
-    assert attention.resolve_backend("auto") == "composed"
-    monkeypatch.setenv(attention.BACKEND_VARIABLE, "reference")
-    assert attention.resolve_backend("auto") == "reference"
-    assert attention.resolve_backend("composed") == "composed"
-    monkeypatch.setenv(attention.BACKEND_VARIABLE, "referense")
+    monkeypatch.delenv(dispatch.VARIABLE, raising=False)
+    assert dispatch.resolve_backend("auto") == "composed"
+    monkeypatch.setenv(dispatch.VARIABLE, "reference")
+    assert dispatch.resolve_backend("auto") == "reference"
+    assert dispatch.resolve_backend("composed") == "composed"
+    monkeypatch.setenv(dispatch.VARIABLE, "referense")
     with pytest.raises(ValueError, match="POD_ATTENTION_BACKEND 'referense'.*did you mean 'reference'"):
-        attention.resolve_backend("auto")
+        dispatch.resolve_backend("auto")
 
 
 PACKED = [

@@ -12,11 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pod.eviction.storage import Rotary
+from pod.cache.rows import Step
+from pod.cache.storage import Rotary
 from pod_kernels import Segments
 from pod_kernels.cascade import Cascades, Plan
+from pod_kernels.segments import on_device
 from pod_kernels.slots import Capped, OwnKeys
-from pod_kernels.transfer import on_device
 
 # Steps of decoding whose numbers go to the device at once.
 STEPS_AHEAD = 64
@@ -104,14 +105,15 @@ class Numbers:
 
 
 @dataclass
-class Step:
-    """What one forward adds, the same for all layers. What has [B or 1] rows has one when all rows are alike.
+class ChainStep:
+    """What one forward adds beside `pod.cache.rows.Step`, the same for all layers.
+
+    What has [B or 1] rows has one when all rows are alike.
 
     Attributes:
         numbers: what follows from token counts, of this forward's rows and perhaps of others.
         rows: first and last (excluded) of this forward's among them.
         positions: [B, T] int64 of the new tokens in their rows, -1 for padding.
-        new: real tokens of each row.
         is_even: no padding.
         used: F, slots in use in the fullest row.
         kept: [B or 1] slots in use.
@@ -127,7 +129,6 @@ class Step:
     numbers: Numbers
     rows: tuple[int, int]
     positions: Tensor
-    new: list[int]
     is_even: bool
     used: int
     kept: Tensor
@@ -168,16 +169,16 @@ class Steps:
         self.table: tuple[Tensor, Tensor] | None = None
         self._ahead: Numbers | None = None
 
-    def of(self, inputs: Tensor, new: list[int], seen: list[int], held: Tensor | None, rotary: Rotary) -> Step:
-        """The step of one forward.
+    def of(self, step: Step, inputs: Tensor, held: Tensor | None, rotary: Rotary) -> ChainStep:
+        """What one forward adds.
 
         Args:
+            step: the same, as the cache counts it.
             inputs: [B, T, hidden]; gives tokens, dtype and device.
-            new, seen: real tokens of each row, and before them.
             held: [B, P] positions of the tokens in the slots; None before the first forward.
             rotary: the model's rotary embedding.
         """
-        cascades, device = self.cascades, inputs.device
+        cascades, device, seen, new = self.cascades, inputs.device, step.seen, step.new
         batch, count = inputs.shape[:2]
         column = torch.arange(count, device=device)
         # Rows that are alike, the usual case, share one plan.
@@ -193,7 +194,7 @@ class Steps:
         before, counts = numbers.seen[slice(*part)], numbers.counts[slice(*part)]
         kept = before.clamp(max=cascades.slots)
         place = column - (count - counts)[:, None]
-        positions = torch.where(place >= 0, before[:, None] + place, -1).expand(batch, -1)
+        positions = step.positions
         angles = table = decay = sinks = None
         if self.rotates:
             table = self._rotary_table(inputs, used + count, rotary)
@@ -206,12 +207,11 @@ class Steps:
             held = positions[:, :0] if held is None else held[:, :used].clone()
             if self.rotates and cascades.sinks and longest - 1 > cascades.budget:
                 sinks = self._far_sinks(used, count, *(part.expand(batch)[:, None] for part in (before, counts)))
-        return Step(
+        return ChainStep(
             numbers=numbers,
             rows=part,
             positions=positions,
-            new=new,
-            is_even=min(new) == count,
+            is_even=step.all_real,
             used=used,
             kept=kept,
             seen=before,

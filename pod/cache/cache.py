@@ -1,7 +1,7 @@
 """The PoD cache: a transformers `Cache` that counts tokens, and hands each layer's keys and values to its storage.
 
-Which storage depends on the eviction method: `pod.slot_storage` keeps every token or evicts by scores,
-`pod.eviction.storage` is for methods that organise storage themselves.
+Which storage depends on the eviction method: `pod.cache.slots` keeps every token or evicts by scores, `pod.cache.chain`
+is for methods that keep tokens by their places.
 """
 
 import copy
@@ -19,16 +19,15 @@ from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 
 from pod.blocks import LayerBlocks
-from pod.cache_file import read_cache, write_cache
-from pod.cache_rows import Rows, Step
-from pod.config import whole_number
-from pod.eviction import hyper_parameters, of_hyper_parameters
-from pod.eviction.base import Eviction
-from pod.eviction.quest import Quest
-from pod.eviction.shares import RowStores
-from pod.eviction.storage import Rotary, StoragePolicy, Store, real_tokens, strides
+from pod.cache.chain import ChainStorage
+from pod.cache.file import read_cache, write_cache
+from pod.cache.row_runs import RowRuns
+from pod.cache.rows import Rows
+from pod.cache.slots import SlotStorage
+from pod.cache.storage import Rotary, Storage, broken_off
+from pod.config import FIXED, whole_number
+from pod.eviction import ChainPolicy, Eviction, Method, ReadSelector, hyper_parameters, of_hyper_parameters
 from pod.eviction.streaming import WindowAttention
-from pod.slot_storage import SlotStorage
 from pod_kernels import Quantization, SkipStats
 
 
@@ -52,10 +51,10 @@ class PodCache(Cache):
         config: the PoD model's config; says layers, heads, blocks, sink and recent sizes.
         max_length: tokens that each row will reach. Storage is then allocated once; without it, storage that is full
             grows by 8 tokens and a 32nd, or by an eighth if that is less, and `generate` says how long the text will
-            get (`expect`). Methods that organise storage need none: theirs has a fixed size.
+            get (`expect`). A chain's needs none: it has a fixed size.
         eviction: a method of `pod.eviction`, such as `SnapKV(budget=4096)`; None keeps every token. What is stored then
-            is described in `pod.slot_storage` and `pod.eviction.storage`; with Quest it is everything, and pages. A
-            budget that is a share, `SnapKV(budget=0.25)`, comes to tokens in the first prefill, of each row's own.
+            is described in `pod.cache.slots` and `pod.cache.chain`; with Quest it is everything, and pages. A budget
+            that is a share, `SnapKV(budget=0.25)`, comes to tokens in the first prefill, of each row's own.
         tau: early skip: at decode, in layers that are no anchors, a query head whose gate is at least tau leaves the
             distant tokens out, 0 to 1; the config's when None, and if that is None too, nothing is skipped.
         crop_slack: how many of the last tokens `crop` can take back (rejected draft tokens).
@@ -71,15 +70,15 @@ class PodCache(Cache):
     Raises:
         ValueError: `config` is not a PoD config; a size is out of range; the budget is below what is always kept; tau
             with eviction; tau, eviction or quantization with `share: kv`; quantization with tau, with a method that
-            evicts while decoding, shares a budget between layers or organises storage, or with less than `crop_slack`
-            tokens of `residual`.
+            evicts while decoding, shares a budget between layers, keeps a chain or reads pages, or with less than
+            `crop_slack` tokens of `residual`.
     """
 
     def __init__(
         self,
         config: PreTrainedConfig,
         max_length: int | None = None,
-        eviction: Eviction | StoragePolicy | None = None,
+        eviction: Method | None = None,
         tau: float | None = None,
         crop_slack: int = 64,
         quantization: Quantization | None = None,
@@ -107,7 +106,7 @@ class PodCache(Cache):
                     f"{name} cannot be combined with share='kv', cross-layer attention, whose layers share keys and "
                     f"values and no scores. Make the cache without {name}"
                 )
-        if eviction is not None and not isinstance(eviction, Eviction | StoragePolicy):
+        if eviction is not None and not isinstance(eviction, Method):
             raise ValueError(
                 f"eviction must be a method such as pod.eviction.SnapKV(budget=256), got {eviction!r}; "
                 "pod.eviction.parse makes one from text"
@@ -128,29 +127,19 @@ class PodCache(Cache):
         self.blocks: LayerBlocks = config.blocks
         self.fed_before = 0  # columns that assisted decoding, which begins with all ids, must leave out once
         self._rows = Rows()
-        self._step: Step | None = None
-        self._in_prefill = False
-        self._new_columns = self._left_out = 0  # what the next `finish` counts, with a store
+        self._left_out = 0  # columns of the open forward that are in no piece
         self._pieces = 0  # of the forward that is open, those that are not finished
+        self._is_cut = False  # there are several
         self._padding: tuple[int, Tensor] | None = None  # its first column, and with how many of padding it begins
         self._is_counted = True  # False while a forward is counted, and between its pieces
         self._dtype: torch.dtype | None = None  # of what the model computes
-        self.store: Store | None = None
-        if eviction is None or isinstance(eviction, Eviction | Quest):
-            self._storage = SlotStorage(
-                config,
-                self._rows,
-                method=eviction if isinstance(eviction, Eviction) else None,
-                quest=eviction if isinstance(eviction, Quest) else None,
-                tau=self.tau,
-                quantization=quantization,
-                max_length=max_length,
-                crop_slack=crop_slack,
-            )
+        self._storage: Storage
+        if not isinstance(eviction, ChainPolicy):
+            self._storage = SlotStorage(config, self._rows, eviction, self.tau, quantization, max_length, crop_slack)
         elif eviction.is_share:
-            self._storage = self.store = RowStores(eviction, config, self.blocks, self._rows)
+            self._storage = RowRuns(config, self._rows, eviction)
         else:
-            self._storage = self.store = eviction.make_store(config, self.blocks)
+            self._storage = ChainStorage(config, self._rows, eviction)
 
     # ------------------------------------------------------------------ what transformers asks
 
@@ -158,7 +147,7 @@ class PodCache(Cache):
 
     @property
     def is_croppable(self) -> bool:
-        return self.store is None and self._storage.is_croppable
+        return self._storage.is_croppable
 
     def __len__(self) -> int:
         return self.blocks.num_layers
@@ -176,9 +165,7 @@ class PodCache(Cache):
 
     @property
     def batch_size(self) -> int:
-        if self.store is not None:
-            return self.store.batch_size
-        return -1 if self._rows.lengths is None else len(self._rows.lengths)
+        return len(self._rows.seen) or -1
 
     @property
     def max_cache_len(self) -> int:
@@ -208,7 +195,7 @@ class PodCache(Cache):
 
     @property
     def stats(self) -> SkipStats:
-        return SkipStats() if self.store is not None else self._storage.stats.collect()
+        return self._storage.stats.collect()
 
     # ------------------------------------------------------------------ size
 
@@ -217,7 +204,7 @@ class PodCache(Cache):
         return sum(storage.untyped_storage().nbytes() for storage in self.storages())
 
     def expected_nbytes(self, length: int, batch: int = 1, itemsize: int = 2) -> int:
-        """Bytes by the formula of `pod.slot_storage` for `length` tokens in each of `batch` rows, none evicted.
+        """Bytes by the formula of `pod.cache.slots` for `length` tokens in each of `batch` rows, none evicted.
 
         Quest's pages, two vectors each, are in it, and quantization's scales and open groups.
         """
@@ -234,7 +221,7 @@ class PodCache(Cache):
             stored = total * spec.nbytes(length, dim, itemsize, is_key=False)
             stored += anchors * spec.nbytes(length, dim, itemsize, is_key=True)
             return batch * (stored + (total - anchors) * near * dim * itemsize)
-        if isinstance(self.eviction, Quest):
+        if isinstance(self.eviction, ReadSelector):
             vectors += 2 * anchors * self.eviction.pages(length)
         return batch * self.config.head_dim * itemsize * vectors
 
@@ -260,54 +247,28 @@ class PodCache(Cache):
     @contextmanager
     def prefill(self) -> Iterator[None]:
         """Several forwards inside are one prefill: whatever acts at the end of a prefill acts when the block ends."""
-        if self._in_prefill:
+        if self._storage.in_prefill:
             raise ValueError("cache.prefill() is already open: close it before opening another")
-        self._in_prefill = True
-        if self.store is None:
-            self._storage.open_prefill()
+        self._storage.open_prefill()
         try:
             yield
             self._close_prefill()
         finally:
-            self._in_prefill = False
-            if self.store is None:
-                self._storage.abandon_prefill()
+            self._storage.abandon_prefill()
 
     @_outlives_inference
     def _close_prefill(self) -> None:
-        if self._rows.lengths is not None:
-            self._take_share(self._rows.lengths.tolist)
-        if self.store is None:
-            self._take_back()
-            self._storage.close_prefill()
+        self._rollback()
+        self._storage.close_prefill()
 
     @property
     def rotates(self) -> bool:
         """Whether queries and keys are handed over before RoPE, and the cache rotates them."""
-        return self.store is not None and self.store.rotates
+        return self._storage.rotates
 
     def takes_anchors(self, count: int) -> bool:
         """Whether `attend` needs the running anchors' queries and keys in a forward of `count` tokens."""
-        # One query with a cache reads the scores that its anchors left here, and a store keeps its own. Keys and values
-        # that are shared are read here by any number of queries.
-        return self.store is None and ((count > 1 and self.config.share != "kv") or self._rows.columns == 0)
-
-    def _take_share(self, tokens: Callable[[], list[int]]) -> None:
-        """Where a share has come to nothing yet: fix the rows' budgets by the tokens that their first prefill had."""
-        if self._rows.budgets is None and self.eviction is not None and self.eviction.is_share:
-            sinks = 0 if self.blocks.is_dense else self.config.sink_size
-            groups = self.config.num_attention_heads // self.config.num_key_value_heads
-            self._rows.budgets = [self.eviction.tokens_of(count, sinks, groups) for count in tokens()]
-
-    def _take_share_at_once(self, inputs: Tensor, mask: Tensor | None) -> None:
-        """The same for a store, whose slots have to be there before its first token."""
-        if self._in_prefill and self._rows.budgets is None and self.eviction.is_share:
-            raise ValueError(
-                f"{type(self.eviction).__name__}: budget={self.eviction.budget} is a share of the prompt, which has to "
-                "come in one forward then: leave cache.prefill() and prefill_chunk_size out, or give a number of tokens"
-            )
-        batch, count = inputs.shape[:2]
-        self._take_share(lambda: [count] * batch if mask is None else real_tokens(mask).tolist())
+        return self._storage.takes_anchors(count)
 
     @_outlives_inference
     def open(self, inputs: Tensor, mask: Tensor | None) -> list[tuple[Tensor | None, Tensor | None]]:
@@ -325,7 +286,7 @@ class PodCache(Cache):
             ValueError: another number of rows, another dtype, a mask that is not that of the tokens held, or a forward
                 before this one broke off and what it left cannot be taken back.
         """
-        self._take_back()
+        self._rollback()
         rows, (batch, count), kind = self._rows, inputs.shape[:2], inputs.device.type
         is_autocast = kind != "meta" and torch.is_autocast_enabled(kind)
         dtype = torch.get_autocast_dtype(kind) if is_autocast else inputs.dtype
@@ -342,18 +303,12 @@ class PodCache(Cache):
                 "cache with the model as it is"
             )
         mask = None if mask is None else rows.new_part(mask, count)
-        self._left_out, pieces = 0, [(None, mask)]
         if rows.columns == 0:
-            rows.budgets = None
-        if self.store is not None:
-            self._take_share_at_once(inputs, mask)
-            methods = [self.eviction] if rows.budgets is None else map(self.eviction.with_budget, rows.budgets)
-            at_once = [method.at_once for method in methods]
-            if 1 < count > min(at_once):
-                pieces = strides(mask, count, at_once, inputs.device)
-                # Columns that are padding in every row are in no piece, but they count.
-                self._left_out = count - sum(columns.shape[1] for columns, _ in pieces)
-        self._pieces = len(pieces)
+            rows.reset(batch, inputs.device)
+        pieces = self._storage.pieces(mask, count, inputs.device)
+        # Columns that are padding in every row are in no piece, but they count.
+        self._left_out = 0 if len(pieces) == 1 else count - sum(columns.shape[1] for columns, _ in pieces)
+        self._pieces, self._is_cut = len(pieces), len(pieces) > 1
         self._padding = None if mask is None else (rows.columns, count - mask.sum(dim=1))
         return pieces
 
@@ -371,7 +326,8 @@ class PodCache(Cache):
             ValueError: another model's cache, another number of rows, padding after a row's first token, more tokens
                 than `max_length`.
         """
-        self.config.check_unchanged(self._made_by, "the cache")
+        if [vars(self.config)[name] for name in FIXED] != self._made_by:
+            self.config.check_unchanged(self._made_by, "the cache")
         if config is not self.config and config.fixed() != self._made_by:
             theirs, ours = _shape_of(config), _shape_of(self.config)
             if theirs != ours or config.blocks != self.blocks:
@@ -379,67 +335,46 @@ class PodCache(Cache):
                     f"this cache was made for another model: it has {ours} and {self.blocks}, the model has {theirs} "
                     f"and {config.blocks}. Make one with pod.PodCache(model.config)."
                 )
-        rows, (batch, count) = self._rows, inputs.shape[:2]
+        rows, batch = self._rows, len(inputs)
         if rows.columns == 0:
             budgets = rows.budgets  # of the whole prompt, of which this may be the first piece
             self._clear()  # whatever a first forward that broke off has left
+            rows.reset(batch, inputs.device)
             rows.budgets = budgets
-        if self.store is not None:
-            self._take_share_at_once(inputs, mask)
-            self.store.begin(inputs, mask, rotary)
-            self._new_columns = count
-            return
-        if rows.columns == 0:
-            rows.lengths = torch.zeros(batch, dtype=torch.long, device=inputs.device)
-        if mask is not None and bool(mask.all()):
-            mask = self._padding = None
-        step = rows.step(count, mask, self._in_prefill)
-        if step.length > (self.max_length or step.length) and not self.may_grow:
+        may_be_empty = self._is_cut or self._storage.is_fixed
+        step = rows.step(inputs.shape[1], mask, self._storage.in_prefill, may_be_empty)
+        if step.all_real and not self._is_cut:
+            self._padding = None
+        most = step.length if self.may_grow or self._storage.is_fixed else self.max_length
+        if step.length > most:
             raise ValueError(
                 f"the cache was made for {self.max_length} tokens per row and {step.length} are needed: pass a larger "
                 "max_length to pod.PodCache, or none, and it grows"
             )
-        if step.is_first:
-            rows.budgets = None
-        if not self._in_prefill:
-            self._take_share((step.positions[:, -1] + 1).tolist)
-        self._step = step
-        self._storage.begin(step)
+        self._storage.begin(step, inputs, rotary)
 
-    def _take_back(self) -> None:
+    def _rollback(self) -> None:
         """Forget what a forward that broke off has left in some layers.
 
         Raises:
             ValueError: tokens that were there before have made room for it.
         """
-        rows, step = self._rows, self._step
-        if self._is_counted and step is None:
+        if not self._is_counted:
+            raise broken_off()
+        if self._storage.step is None:
             return
-        if self._is_counted and rows.columns == 0:
+        if self._rows.columns == 0:
             self._clear()
-            return
-        if self._is_counted:
-            most = max(rows.most_columns, rows.columns + step.positions.shape[1])
-            # Rings keep the keys that are recent to `crop_slack` tokens before the newest, and to that one.
-            has_rings = self.config.share != "kv" and not self.blocks.is_dense
-            if (not has_rings or most - rows.columns <= self.crop_slack + 1) and self._storage.take_back(step):
-                rows.most_columns, self._step = most, None
-                return
-        raise ValueError(
-            "the last forward broke off, and tokens that the cache held have made room for its own in some layers: "
-            "call cache.reset() and feed the whole text again"
-        )
+        else:
+            self._storage.rollback()
 
     @_outlives_inference
     def finish(self) -> None:
         """Count the tokens of the forward as stored; the model calls this after its last layer."""
         self._is_counted = False
+        step = self._storage.step
         self._storage.finish()
-        if self.store is not None:
-            self._rows.columns += self._new_columns
-        else:
-            self._rows.add(self._step)
-            self._step = None
+        self._rows.add(step)
         self._pieces -= 1
         if self._pieces < 1:
             # Only now: rows of different strides have more columns in all pieces together than there are.
@@ -455,30 +390,28 @@ class PodCache(Cache):
 
         As long as this is the same, a step does the same on the device, but for what lies there.
         """
-        rows = self._rows
-        if self.store is not None or self._in_prefill or self._step is not None or rows.columns == 0:
+        rows, storage = self._rows, self._storage
+        if storage.in_prefill or storage.step is not None or rows.columns == 0 or not storage.repeats_steps:
             return None
         if not self.may_grow and rows.longest >= self.max_length:
             return None
-        if not self._storage.repeats_steps:
-            return None
-        workspace = self._storage.workspace
-        held = [rows.lengths, *self._storage.storages(), *([] if workspace is None else [workspace])]
+        workspace = storage.workspace
+        held = [rows.lengths, *storage.storages(), *([] if workspace is None else [workspace])]
         return (tuple(rows.lengths.shape), *(tensor.data_ptr() for tensor in held))
 
     def host_state(self) -> tuple:
         """What the host counts of the tokens stored."""
-        return self._rows.host_counts(), self._step, self._storage.host_state()
+        return self._rows.host_counts(), self._storage.host_state()
 
     def set_host_state(self, state: tuple) -> None:
         """Put back what `host_state` said."""
-        counts, self._step, stored = state
+        counts, stored = state
         vars(self._rows).update(counts)
         self._storage.set_host_state(stored)
 
     def advance(self) -> None:
         """Count one token more in every row, which a CUDA graph stores."""
-        self._rows.count(1, 1)
+        self._rows.count([1] * len(self._rows.seen), 1)
         self._storage.advance()
 
     @_outlives_inference
@@ -506,12 +439,9 @@ class PodCache(Cache):
         Returns:
             [B, H, T, D].
         """
-        if self.store is not None:
-            out = self.store.attend(layer, q, k, v, scale)
-        else:
-            out = self._storage.attend(layer, q, k, v, q_distant, k_distant, scale)
-        is_whole = self._step is not None and self._step.is_first  # a store may have seen strides before this one
-        return out if is_whole or not (q.requires_grad or v.requires_grad) else _CacheBoundary.apply(out, q, v)
+        out = self._storage.attend(layer, q, k, v, (q_distant, k_distant), scale)
+        is_cut = not out.requires_grad and (q.requires_grad or v.requires_grad)
+        return _CacheBoundary.apply(out, q, v) if is_cut else out
 
     @_outlives_inference
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -528,7 +458,7 @@ class PodCache(Cache):
 
     def _clear(self) -> None:
         self._rows.reset()
-        self._step, self._is_counted = None, True
+        self._is_counted = True
         self._storage.reset()
 
     def expect(self, length: int) -> None:
@@ -538,12 +468,11 @@ class PodCache(Cache):
 
     def _expect(self, length: int | None) -> None:
         self.max_length = length
-        if self.store is None:
-            self._storage.expect(length)
+        self._storage.expect(length)
 
     @_outlives_inference
     def __deepcopy__(self, memo: dict) -> "PodCache":
-        if self._in_prefill:
+        if self._storage.in_prefill:
             raise ValueError("a copy inside cache.prefill() could not be closed: copy the cache before or after it")
         made = memo[id(self)] = type(self).__new__(type(self))
         vars(made).update(copy.deepcopy(vars(self), memo))
@@ -568,19 +497,13 @@ class PodCache(Cache):
         """
         if self.batch_size < 0:
             return
-        self._take_back()
+        self._rollback()
         rows = indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
         if not len(rows):
             raise ValueError("no row of the cache would be left: cache.reset() forgets all of them")
-        if self._rows.budgets is not None:
-            self._rows.budgets = [self._rows.budgets[row] for row in rows.tolist()]
-        held = list(self._rows.tensors().values())
-        there = rows.to(held[0].device) if held else rows
-        self._rows.select(there)
-        if self.store is not None:
-            self.store.select(rows)
-        else:
-            self._storage.select_rows(there)
+        rows = rows.to(self._rows.lengths.device)
+        self._rows.select(rows)
+        self._storage.select_rows(rows)
 
     @_outlives_inference
     def crop(self, tokens_to_remove: int) -> None:
@@ -594,17 +517,13 @@ class PodCache(Cache):
             ValueError: positive, more than `crop_slack`, more than a row holds, or up to where a row has padding.
         """
         removed = -whole_number("tokens_to_remove", tokens_to_remove, "a negative number of tokens")
-        self._take_back()
-        if self.store is not None and removed:
-            raise ValueError(
-                f"{type(self.eviction).__name__} cannot take tokens back: what they pushed out is gone. Decode without "
-                "draft tokens (no assistant_model, no prompt_lookup_num_tokens), or make the cache without eviction."
-            )
+        self._rollback()
         if removed < 0:
             raise ValueError(f"crop takes a negative number of tokens to remove, got {tokens_to_remove}")
         if removed == 0:
             return
-        shortest = 0 if self._rows.lengths is None else int(self._rows.lengths.min())
+        self._storage.check_crop(removed)
+        shortest = min(self._rows.seen, default=0)
         gone = self._rows.most_columns - self._rows.columns
         if gone + removed > self.crop_slack or removed > shortest:
             raise ValueError(
@@ -612,14 +531,13 @@ class PodCache(Cache):
                 f"are taken back already and the shortest row holds {shortest}. Make the cache with a larger "
                 "crop_slack."
             )
-        self._storage.check_crop(removed)
         if self._rows.columns - removed < self._rows.end_of_padding():
             raise ValueError(
                 f"cannot take back {removed} tokens: some of them are padding of a turn whose rows had different "
                 "lengths. Take a copy (copy.deepcopy) before such a turn, and go on with that"
             )
         self._rows.crop(removed)
-        self._storage.crop(self._rows.lengths, removed)
+        self._storage.crop(removed)
 
     # ------------------------------------------------------------------ files
 
@@ -638,9 +556,9 @@ class PodCache(Cache):
                 last forward broke off and what it left cannot be taken back.
             OSError: it cannot be written.
         """
-        if self.batch_size < 0 or self._in_prefill:
+        if self.batch_size < 0 or self._storage.in_prefill:
             raise ValueError("a cache is saved when it holds tokens, and outside cache.prefill()")
-        self._take_back()
+        self._rollback()
         is_window, rows = self.config.share == "window", self._rows
         facts = {
             "max_length": self.max_length,
@@ -689,8 +607,7 @@ class PodCache(Cache):
         self.may_grow = facts["may_grow"]
         held = {name: facts[name] for name in self._rows.host_counts()}
         vars(self._rows).update(held, lengths=tensors.get("lengths"), padding=tensors.get("padding"))
-        if self.store is None:
-            self._storage.stats = SkipStats(**facts["stats"])
+        self._storage.stats = SkipStats(**facts["stats"])
         self._storage.restore(tensors, facts["storage"])
         self._dtype = next((tensor.dtype for tensor in self.storages() if tensor.is_floating_point()), None)
 
@@ -710,22 +627,20 @@ class _CacheBoundary(torch.autograd.Function):
         )
 
 
-def _check_quantization(
-    spec: Quantization, tau: float | None, eviction: Eviction | StoragePolicy | None, crop_slack: int
-) -> None:
+def _check_quantization(spec: Quantization, tau: float | None, eviction: Method | None, crop_slack: int) -> None:
     if not isinstance(spec, Quantization):
         raise ValueError(f"quantization must be such as pod.Quantization(bits=4), got {spec!r}")
     if tau is not None:
         raise ValueError(f"tau={tau} cannot be combined with quantization: every value is read to be made full")
     name = type(eviction).__name__
-    if isinstance(eviction, StoragePolicy):
+    if eviction is not None and not isinstance(eviction, Eviction):
         raise ValueError(f"quantization cannot be combined with {name}, which organises storage or pages itself")
     if eviction is not None and eviction.when and eviction.query_aware:
         raise ValueError(
             f"quantization cannot be combined with {name}, which evicts while decoding: a quantised token cannot be "
             "replaced by another. Make it with query_aware=False, or choose SnapKV, PyramidKV or AdaKV"
         )
-    if eviction is not None and eviction.preference_window:
+    if eviction is not None and eviction.has_preference:
         raise ValueError(
             f"quantization cannot be combined with {name}, which takes tokens from layers that are quantised already"
         )

@@ -11,6 +11,7 @@ Legend: B rows, A units anchored in a layer, G query heads per KV head, T querie
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,15 +19,15 @@ from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
 
 from pod.blocks import Unit
-from pod.eviction.base import Eviction, Sharing, Stage, runs_of
-from pod.eviction.observation import Observation, observe
-from pod_kernels import Segments
-from pod_kernels.backend import runs_triton
+from pod.eviction import Eviction, Observation, Sharing, Stage
+from pod.eviction.base import runs_of
+from pod_kernels import Segments, attention_weights
 from pod_kernels.cached import MAX_LOGITS
-from pod_kernels.repacking import Change, Chosen
+from pod_kernels.dispatch import runs_triton
+from pod_kernels.segments import Change, Chosen, KeptOnDevice
 
 if TYPE_CHECKING:
-    from pod.slot_storage import SlotStorage
+    from pod.cache.slots import SlotStorage
 
 
 @dataclass
@@ -47,7 +48,52 @@ class Window:
 
     def on(self, keys: Tensor, held: Tensor, newest: Tensor) -> Observation:
         """What they attend to among keys [A, B, N, D] at `held` [B, A, N], in order of position up to `newest` [B]."""
-        return observe(self.queries, self.positions, keys, held, newest, self.scale)
+        return Seen(self.queries, self.positions, keys, held, newest, self.scale)
+
+
+class Seen(Observation):
+    """What queries of a prefill attend to, computed when it is asked for; kernels add it up without the weights.
+
+    Args:
+        queries, query_positions: [A, B, G, q, D] and [B, q].
+        keys, positions: [A, B, N, D] and [B, A, N], in order of position.
+        newest: [B].
+        scale: factor on every logit.
+    """
+
+    def __init__(
+        self, queries: Tensor, query_positions: Tensor, keys: Tensor, positions: Tensor, newest: Tensor, scale: float
+    ) -> None:
+        self._given = queries, keys, positions.transpose(0, 1), query_positions, scale
+        self.positions, self.newest = positions, newest
+        self.in_order, self.decoding = True, False
+        self.asked = (query_positions >= 0).sum(dim=1)
+        self._by_kernel = runs_triton(keys)
+        self._columns: tuple[Tensor | None, ...] = (None,)
+
+    @cached_property
+    def weights(self) -> Tensor:
+        return attention_weights(*self._given).transpose(0, 1)
+
+    @property
+    def count(self) -> int:
+        return self._given[0].shape[3]
+
+    def sums(self) -> Tensor:
+        return self._column(0) if self._by_kernel else super().sums()
+
+    def _spread(self) -> Tensor:
+        return self._column(1) if self._by_kernel else super()._spread()
+
+    def entropies(self) -> Tensor:
+        return self._column(2) if self._by_kernel else super().entropies()
+
+    def _column(self, which: int) -> Tensor:
+        from pod_kernels.column_sums import column_statistics  # imports triton
+
+        if which >= len(self._columns) or self._columns[which] is None:
+            self._columns = column_statistics(*self._given, with_spread=which > 0)
+        return self._columns[which].transpose(0, 1)
 
 
 class Decision:
@@ -67,6 +113,8 @@ class Decision:
 
     def __init__(self, config: PreTrainedConfig, method: Eviction, storage: "SlotStorage") -> None:
         self.method, self.storage, self.blocks = method, storage, config.blocks
+        self._on_device = KeptOnDevice()
+        self._sums = method.scores_stay == "sum"
         self.last_layer = self.blocks.layout().last_layers
         self.groups = config.num_attention_heads // config.num_key_value_heads
         self.sinks = {unit: config.sink_size if last > unit[0] else 0 for unit, last in self.last_layer.items()}
@@ -74,7 +122,7 @@ class Decision:
             for layer, head in self.sinks:
                 self.sinks[layer, head] = max(s for (other, _), s in self.sinks.items() if other == layer)
         most = max(self.sinks.values())
-        if not method.is_share and method.budget < most + (protected := method.protected_with(self.groups)):
+        if not method.is_share and method.budget < most + (protected := method.protected(self.groups)):
             raise ValueError(
                 f"{type(method).__name__}: budget ({method.budget} tokens) is below the {most + protected} that "
                 f"are always kept: {protected} last ones and {most} sinks of blocks of several layers. Raise "
@@ -99,10 +147,10 @@ class Decision:
 
     def seen(self, layer: int, q: Tensor, positions: Tensor, scale: float) -> Window:
         """Of a forward's queries [B, H, T, D] at [B, T] those that will be looked at; more are not grouped (copied)."""
-        last = q.shape[2] if self.method.carries else self._window
+        last = q.shape[2] if self._sums else self._window
         queries = q[:, :, -last:].unflatten(1, (len(self.storage.orders[layer]), -1)).transpose(0, 1)
-        anchors = self.storage.index(layer, q.device)[: self.storage.num_anchors[layer]]
-        return Window(queries[anchors], positions[:, -last:], scale)
+        anchors, index = self.storage.num_anchors[layer], self.storage.indices[layer]
+        return Window(queries[:anchors] if index is None else queries[index[:anchors]], positions[:, -last:], scale)
 
     def select_rows(self, rows: Tensor) -> None:
         """Keep the rows `rows` [n] int64, in that order."""
@@ -111,7 +159,7 @@ class Decision:
 
     @property
     def _window(self) -> int:
-        return max(self.method.observed, self.method.preference_window)
+        return max(self.method.observed, self.method.protected(self.groups) if self.method.has_preference else 0)
 
     # ------------------------------------------------------------------ a prefill
 
@@ -138,10 +186,10 @@ class Decision:
         keep = kept(scores, held, self._forced(layer, heads, held, newest), counts)
         return [Chosen.of(one, positions) for one in keep.unbind(dim=1)], scores, budgets
 
-    def look(self, layer: int, window: Window) -> None:
+    def observe(self, layer: int, window: Window) -> None:
         """Add the chunk's attention to carried scores, and keep its last queries for the decision."""
         table = self.storage.tables[layer]
-        if self.method.carries:
+        if self._sums:
             sees = self.storage.keys(layer), table.positions(), window.positions[:, -1]
             table.add_scores(self._scored(lambda method, rows: _summed(method, *_of_rows(rows, window, *sees))))
         if layer in self.windows:
@@ -156,12 +204,12 @@ class Decision:
     def of_slots(self, layer: int, newest: Tensor) -> None:
         """Score and allocate for the units anchored in a layer; their tokens up to `newest` [B] are in their slots."""
         table, held = self.storage.tables[layer], self.storage.tables[layer].positions()
-        carried = table.carried() if self.method.carries else None
+        carried = table.carried() if self._sums else None
         table.held = table.live().tolist()
         scores, stage = self._stage(
             layer, table.heads, table.held, self.windows[layer], self.storage.keys(layer), held, newest, carried
         )
-        if not self.method.carries:
+        if not self._sums:
             table.scores = Segments.packed(table.slots.sizes, len(held), 1, dtype=torch.float32, device=held.device)
             table.add_scores(scores)
         table.budgets = self._allocated(stage, newest)
@@ -219,14 +267,15 @@ class Decision:
         def score(method: Eviction, rows: slice) -> Tensor:
             mine, *sees = _of_rows(rows, window, keys, held, newest)
             seen = None
-            if method.carries:
+            if self._sums:
                 scores = carried[rows] if carried is not None else _summed(method, mine, *sees)
             else:
                 seen = mine.part(slice(-method.observed, None)).on(*sees)
                 scores = method.score(seen)
-            if method.preference_window:
-                if seen is None or method.preference_window != method.observed:
-                    seen = mine.part(slice(-method.preference_window, None)).on(*sees)
+            if method.has_preference:
+                last = method.protected(self.groups)
+                if seen is None or last != method.observed:
+                    seen = mine.part(slice(-last, None)).on(*sees)
                 preferences.extend(method.preference(seen).tolist())
             return scores
 
@@ -236,12 +285,12 @@ class Decision:
 
     def _forced(self, layer: int, heads: tuple[int, ...], held: Tensor, newest: Tensor) -> Tensor:
         """[B, A, N] what is always kept: the last tokens, and sinks of units of several layers."""
-        sinks = self.storage.on_device(tuple(self.sinks[layer, head] for head in heads), held.device)[:, None]
-        runs = [(method.protected_with(self.groups), rows) for method, rows in self._runs]
+        sinks = self._on_device(tuple(self.sinks[layer, head] for head in heads), held.device)[:, None]
+        runs = [(method.protected(self.groups), rows) for method, rows in self._runs]
         last = runs[0][0]
         if len(runs) > 1:
             each = tuple(protected for protected, rows in runs for _ in range(rows.start, rows.stop))
-            last = self.storage.on_device(each, held.device)[:, None, None]
+            last = self._on_device(each, held.device)[:, None, None]
         return (held >= 0) & ((held < sinks) | (held > newest[:, None, None] - last))
 
     def _allocated(self, stage: Stage, newest: Tensor) -> list[list[int]]:
@@ -252,7 +301,7 @@ class Decision:
         self._stages.append(stage)
         seen, self._spared, parts = (newest + 1).tolist(), [], []
         for method, rows in self._runs:
-            always = {unit: sinks + method.protected_with(self.groups) for unit, sinks in self.sinks.items()}
+            always = {unit: sinks + method.protected(self.groups) for unit, sinks in self.sinks.items()}
             spared = [count <= method.threshold for count in seen[rows]]
             stages = self._stages if len(self._runs) == 1 else [stage.of_rows(rows) for stage in self._stages]
             parts.append(method.allocate(Sharing(self.blocks, always, seen[rows], spared, stages)))
@@ -278,7 +327,7 @@ class Decision:
 
     # ------------------------------------------------------------------ a step
 
-    def condemn(self, layer: int, weights: Tensor, newest: Tensor, evicts: bool, is_settled: bool) -> None:
+    def evict(self, layer: int, weights: Tensor, newest: Tensor, evicts: bool, is_settled: bool) -> None:
         """Choose what a step gives up.
 
         Args:
@@ -295,10 +344,10 @@ class Decision:
             return method.score(Observation(weights[rows], held[rows], newest[rows], in_order=False, decoding=True))
 
         scores = self._scored(score)
-        if self.method.carries:
+        if self._sums:
             table.received = scores
             scores = scores + table.carried()
-        elif self.method.lasting:
+        elif self.method.scores_stay:
             scores = scores + table.carried()
         if not evicts:
             return
@@ -309,9 +358,9 @@ class Decision:
         if is_settled and self.method.when == 1:
             over = (held >= 0).sum(dim=-1) > counts
             given_up = torch.arange(held.shape[2], device=held.device) == lowest(scores, held, forced)[..., None]
-            table.condemned = (given_up & over[..., None]).transpose(0, 1)
+            table.evicted = (given_up & over[..., None]).transpose(0, 1)
         else:
-            table.condemned = (~kept(scores, held, forced, counts) & (held >= 0)).transpose(0, 1)
+            table.evicted = (~kept(scores, held, forced, counts) & (held >= 0)).transpose(0, 1)
 
 
 def _of_rows(rows: slice, window: Window, keys: Tensor, held: Tensor, newest: Tensor) -> tuple:

@@ -5,7 +5,7 @@ Only tensors and JSON are written and read, never pickles, so a file from elsewh
 A checksum of all of it is in the metadata. It is there for a disk's flipped bits, not against forgery, so it is CRC-32:
 the standard library's quickest (6 gigabytes a second on one core of a server, sha256 2), which sees every change of up
 to 32 neighbouring bits. Files of version 1 had none; those of version 2 did not name the hyper-parameters that were
-defaults, and these have changed since. Both are refused.
+defaults, and these have changed since; those of version 3 count their rows otherwise. All are refused.
 """
 
 import json
@@ -22,7 +22,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from pod.files import replacing
 
-FORMAT, VERSION = "pod-cache", 3
+FORMAT, VERSION = "pod-cache", 4
 
 # What keys and values depend on beside the weights, which the caller answers for.
 FIELDS = (

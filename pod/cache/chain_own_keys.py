@@ -9,7 +9,8 @@ own keys, D head dimension.
 import torch
 from torch import Tensor
 
-from pod.eviction.slot_step import Step
+from pod.cache.chain_step import ChainStep
+from pod_kernels.segments import ring_places
 from pod_kernels.slots import OwnKeys, rotated_pieces
 
 
@@ -43,7 +44,7 @@ class OwnRing:
         kept = (positions >= 0) & ((positions < self._sink_size) | (positions > recent))
         return torch.where(kept, self._in_ring(positions), -1).expand(slots.shape)
 
-    def keys(self, held: Tensor, found: Tensor, ranks: Tensor | None, new: Tensor, step: Step) -> OwnKeys:
+    def keys(self, held: Tensor, found: Tensor, ranks: Tensor | None, new: Tensor, step: ChainStep) -> OwnKeys:
         """All own keys, and where they belong among the keys of slots and chunk.
 
         Args:
@@ -77,6 +78,4 @@ class OwnRing:
         )
 
     def _in_ring(self, positions: Tensor) -> Tensor:
-        sinks = self._sink_size
-        ring = sinks + (positions - sinks).remainder(self.capacity - sinks)
-        return torch.where(positions < sinks, positions, ring)
+        return ring_places(positions, self._sink_size, self.capacity - self._sink_size)

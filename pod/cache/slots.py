@@ -24,103 +24,93 @@ dimension.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import chain, groupby, islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers.configuration_utils import PreTrainedConfig
 
 from pod.blocks import Unit
-from pod.cache_rows import Rows, Step
-from pod.eviction.base import Eviction, runs_of
-from pod.eviction.decision import Decision, Window
-from pod.eviction.headroom import Headroom
-from pod.eviction.near import Layer
-from pod.eviction.quest import Quest
-from pod.eviction.table import Table
+from pod.cache.keep import Decision, Window
+from pod.cache.layer import Headroom, Layer, Table
+from pod.cache.rows import Rows, Step
+from pod.cache.storage import Anchors, Rotary, Storage, broken_off
+from pod.eviction import Eviction, Method, ReadSelector
+from pod.eviction.base import runs_of
 from pod_kernels import (
     Quantization,
     QuantizedSegments,
     Segments,
-    SkipStats,
     cached_attention,
     paged_attention,
     refresh_pages,
 )
-from pod_kernels.backend import runs_triton
-from pod_kernels.quantized import in_full, quantized
-from pod_kernels.repacking import Change, Chosen, repacked
-from pod_kernels.transfer import KeptOnDevice
+from pod_kernels.dispatch import runs_triton
+from pod_kernels.pages import page_bounds
+from pod_kernels.quantized import dequantized, quantized
+from pod_kernels.segments import Change, Chosen, on_device, repacked
 
 VECTORS = ("values", "keys")
 OWN = ("near_keys", "near_positions", "near_slots")
 FLAGS = ("is_frozen", "is_settled", "decoded", "added")
 
 
-class SlotStorage:
-    """Keys and values of a `PodCache`, which calls what is public here.
+class SlotStorage(Storage):
+    """Slots of every layer and KV head; arguments and attributes beside those of `Storage`:
 
     Args:
-        config: the PoD model's config.
-        rows: what the cache counts.
-        method: says what is kept; None: everything.
-        quest: chooses the pages that a decoded token reads; None reads all.
         tau: of early skip; None skips nothing.
         quantization: how values and distant keys are stored; None as they come.
         max_length: tokens that each row will reach, None when unknown.
         crop_slack: how many of the last tokens can be taken back.
 
     Attributes:
+        policy: what evicts; None where everything is kept.
+        selector: what chooses the pages that a decoded token reads; None reads all.
+        indices: [H_kv] int64 of each layer, the KV heads that it stores in their order there; None: as they are.
         layers: what each layer holds; None before its first token.
-        tables: by anchor layer; none without a method.
+        tables: by anchor layer.
         workspace: [H_kv, B, G, 1, W] float32, the scores that anchors leave during one step.
-        stats: what tau decided and left unread.
 
     Raises:
         ValueError: the budget is below what is always kept.
     """
 
-    rotates = False
-
     def __init__(
         self,
         config: PreTrainedConfig,
         rows: Rows,
-        *,
-        method: Eviction | None,
-        quest: Quest | None,
+        method: Method | None,
         tau: float | None,
         quantization: Quantization | None,
         max_length: int | None,
         crop_slack: int,
     ) -> None:
-        self.config, self.rows, self.method, self.quest, self.tau = config, rows, method, quest, tau
-        self.quantization = quantization
+        self.tau, self.quantization, self.crop_slack = tau, quantization, crop_slack
+        self.policy = method if isinstance(method, Eviction) else None
+        self.selector = method if isinstance(method, ReadSelector) else None
         self.shares_kv = config.share == "kv"
-        layout = self.layout = config.blocks.layout()
+        layout = config.blocks.layout()
         self.orders, self.num_anchors = layout.orders, layout.num_anchors
         if self.shares_kv:  # the other heads have nothing to store
             self.orders = tuple(order[:count] for order, count in zip(layout.orders, layout.num_anchors, strict=True))
-        self.groups = config.num_attention_heads // config.num_key_value_heads
-        self.evicts_at_steps = method is not None and method.when > 0 and method.query_aware
+        self.evicts_at_steps = self.policy is not None and method.when > 0 and method.query_aware
         most_own = config.sink_size + config.recent_size + (0 if self.evicts_at_steps else crop_slack)
         self._ring_size = config.recent_size + crop_slack
         self.headroom = Headroom(max_length, method.when if self.evicts_at_steps else 0, most_own)
-        self.in_prefill = False
-        self.reset()
+        super().__init__(config, rows, method)
 
     def reset(self) -> None:
-        """Forget all tokens and free the storage."""
+        super().reset()
         self.layers: list[Layer | None] = [None] * len(self.orders)
         self.tables: dict[int, Table] = {}
         self.workspace: Tensor | None = None
-        self.step: Step | None = None
-        self.stats = SkipStats()
-        self.on_device = KeptOnDevice()
-        self.decision = None if self.method is None else Decision(self.config, self.method, self)
+        self.indices: list[Tensor | None] = []
+        self.decision = None if self.policy is None else Decision(self.config, self.policy, self)
         self.chosen: dict[Unit, Chosen] = {}  # of blocks whose later layers are still to come, what to copy of them
         self._attending: int | None = None  # the layer that is full, with quantization
         self._resting: dict[tuple[int, str], QuantizedSegments] = {}  # what it was made full from
@@ -133,7 +123,6 @@ class SlotStorage:
     # ------------------------------------------------------------------ what is held
 
     def storages(self) -> list[Tensor]:
-        """Every tensor that is kept between two forwards, the workspace left out."""
         return list(self._tensors().values())
 
     def _tensors(self, used: int | None = None) -> dict[str, Tensor]:
@@ -145,7 +134,7 @@ class SlotStorage:
                 if used is None:
                     tensors |= part.named(f"layers.{index}.{name}")
                 else:
-                    count = self.quest.pages(used) if name == "pages" else used
+                    count = self.selector.pages(used) if name == "pages" else used
                     tensors[f"layers.{index}.{name}"] = part.rectangle[:, :, :count].flatten(0, 2)
             for name in OWN if layer.near_positions is not None else OWN[:1]:
                 tensors[f"layers.{index}.{name}"] = getattr(layer, name)[:, :, :used]
@@ -154,11 +143,10 @@ class SlotStorage:
         return tensors
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """What `restore` needs, between two forwards: tensors by name, and what else there is as JSON."""
         layers = [{"sizes": layer.values.sizes, "near_room": layer.near_room} for _, layer in self._stored()]
         tables = {index: table.facts() for index, table in self.tables.items()}
         used = None
-        if self.method is None and self.quantization is None:  # what is not used is not written
+        if self.policy is None and self.quantization is None:  # what is not used is not written
             used = self.rows.longest
             for facts in (*layers, *tables.values()):
                 facts |= {"sizes": [[used] * len(row) for row in facts["sizes"]]}
@@ -166,8 +154,8 @@ class SlotStorage:
         return self._tensors(used), {"layers": layers, "tables": tables, "flags": flags}
 
     def restore(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
-        """Become the storage whose `state` this is, of the rows that the cache has restored; this one is empty."""
-        batch = len(self.rows.lengths)
+        batch = len(self.rows.seen)
+        self.indices = self._indices_on(self.rows.lengths.device)
         for index, layer in enumerate(facts["layers"]):
             name, anchors, sizes = f"layers.{index}", self.num_anchors[index], layer["sizes"]
             own = {part: tensors[f"{name}.{part}"] for part in OWN if f"{name}.{part}" in tensors}
@@ -182,14 +170,14 @@ class SlotStorage:
             self.layers[index] = self._layer(index, **parts, **own, near_room=layer["near_room"], pages=pages)
         for name, table in facts["tables"].items():
             known = {"slots": None, "scores": None}
-            if self.method is not None:
+            if self.policy is not None:
                 known["slots"] = Segments.of(table["sizes"], batch, tensors[f"tables.{name}.slots"])
             if f"tables.{name}.scores" in tensors:
                 known["scores"] = Segments.of(table["sizes"], batch, tensors[f"tables.{name}.scores"])
             self.tables[int(name)] = Table(**known | table | {"heads": tuple(table["heads"])})
         for name, value in facts["flags"].items():
             setattr(self, name, value)
-        if self.method is None and (self.headroom.max_length or 0) > self.rows.longest:
+        if self.policy is None and (self.headroom.max_length or 0) > self.rows.longest:
             self._grow(list(self.tables), 0, self.rows.longest)
 
     def _restored(
@@ -201,16 +189,15 @@ class SlotStorage:
         return QuantizedSegments(self.quantization, name.endswith("keys"), tuple(map(tuple, sizes)), batch, **parts)
 
     def positions(self, layer: int) -> Tensor:
-        """[B, H_kv, n] int64 by head, in ascending order, -1 behind them."""
         anchors = self.layout.anchors[layer]
-        if self.method is None:
+        if self.policy is None:
             column = torch.arange(self.rows.longest, device=self.rows.lengths.device)
             kept = torch.where(column < self.rows.lengths[:, None], column, -1)
             return kept[:, None].expand(-1, len(anchors), -1)
         last = torch.iinfo(torch.long).max
         rows = []
         for head, anchor in enumerate(anchors):
-            rows.append(self.tables[anchor].positions([self.layout.place((anchor, head))])[:, 0])
+            rows.append(self.tables[anchor].positions([self.layout.places[anchor, head]])[:, 0])
         widest = max(row.shape[1] for row in rows)
         rows = [pad(row, (0, widest - row.shape[1]), value=-1) for row in rows]
         held = torch.stack(rows, dim=1)
@@ -223,13 +210,19 @@ class SlotStorage:
 
     def _places(self, layer: int) -> list[tuple[Table, int]]:
         """Of each of a layer's heads, in storage order, its block's table and place there."""
-        units = self.layout.units(layer)[: len(self.orders[layer])]
-        return [(self.tables[unit[0]], self.layout.place(unit)) for unit in units]
+        units = self.layout.units[layer][: len(self.orders[layer])]
+        return [(self.tables[unit[0]], self.layout.places[unit]) for unit in units]
 
     # ------------------------------------------------------------------ between two forwards
 
+    def _indices_on(self, device: torch.device) -> list[Tensor | None]:
+        """`indices` on the device, in one copy."""
+        heads = range(self.config.num_key_value_heads)
+        moved = [layer for layer, order in enumerate(self.orders) if order != tuple(heads)]
+        there = dict(zip(moved, on_device([np.array(self.orders[layer]) for layer in moved], device), strict=True))
+        return [there.get(layer) for layer in range(len(self.orders))]
+
     def select_rows(self, rows: Tensor) -> None:
-        """Keep the rows `rows` [n] int64, in that order; the cache counts them already."""
         for _, layer in self._stored():
             layer.values, layer.keys = layer.values.of_rows(rows), layer.keys.of_rows(rows)
             for name in OWN if layer.near_positions is not None else OWN[:1]:
@@ -246,14 +239,9 @@ class SlotStorage:
         return not self.evicts_at_steps
 
     def check_crop(self, removed: int) -> None:
-        """Refuse to take back what eviction has acted on.
-
-        Raises:
-            ValueError: the method evicts at every step, or the last eviction lies within the `removed` last tokens.
-        """
-        if self.method is None:
+        if self.policy is None:
             return
-        name = type(self.method).__name__
+        name = type(self.policy).__name__
         if self.decision.windows:
             raise ValueError("cannot take back tokens inside cache.prefill(): close it first")
         if self.evicts_at_steps:
@@ -270,30 +258,40 @@ class SlotStorage:
                 "the others in view. For draft tokens make the method with query_aware=False, which evicts only once"
             )
 
-    def crop(self, lengths: Tensor, removed: int) -> None:
-        """Forget the positions from `lengths` [B] on, `removed` of each row."""
+    def crop(self, removed: int) -> None:
+        lengths = self.rows.lengths
         self.added -= removed
+        self._forget(lengths, removed)
+        for _, layer in self._stored():
+            self._refresh_pages(layer, (lengths - 1).clamp(min=0), lengths, 1)
+
+    def _forget(self, lengths: Tensor, removed: int) -> None:
+        """Mark the positions from `lengths` [B] on as empty; `removed` as `Table.crop`."""
         for table in self.tables.values():
             table.crop(lengths, removed)
         for _, layer in self._stored():
             if layer.near_positions is not None:
                 layer.near_positions.masked_fill_(layer.near_positions >= lengths[:, None], -1)
-            self._refresh_pages(layer, (lengths - 1).clamp(min=0), lengths, 1)
 
-    def take_back(self, step: Step) -> bool:
-        """Forget a forward that broke off, whose tokens are in some layers; False where that cannot be."""
+    def rollback(self) -> None:
+        rows, step = self.rows, self.step
+        most = max(rows.most_columns, rows.columns + self.count)
+        # Rings keep the keys that are recent to `crop_slack` tokens before the newest, and to that one.
+        has_rings = not self.shares_kv and not self.config.blocks.is_dense
+        if has_rings and most - rows.columns > self.crop_slack + 1:
+            raise broken_off()
         # A prefill adds to windows and scores, and evicts from the first blocks before the last have its tokens.
         if self.acts or self.quantization is not None:
-            return False
-        self.crop(step.before, 0)
+            raise broken_off()
+        self._forget(step.before, 0)
+        for _, layer in self._stored():
+            self._refresh_pages(layer, (step.before - 1).clamp(min=0), step.before, 1)
         for table in self.tables.values():
             table.room += 0 if table.new_slots is None else self.count
-            table.new_slots = table.received = table.condemned = None
-        self.step = None
-        return True
+            table.new_slots = table.received = table.evicted = None
+        rows.most_columns, self.step = most, None
 
     def expect(self, length: int | None) -> None:
-        """Rows will reach so many tokens; None: that is not known."""
         self.headroom.max_length = length
 
     # ------------------------------------------------------------------ CUDA graphs
@@ -303,9 +301,9 @@ class SlotStorage:
         """Whether a CUDA graph can repeat a step of decoding while nothing moves."""
         # A step that evicts is none like the next, a quantised layer is made full anew at every step, the host chooses
         # pages and the anchors' segments, and storage that is full moves.
-        if self.evicts_at_steps or self.quantization is not None or self.quest is not None or self.shares_kv:
+        if self.evicts_at_steps or self.quantization is not None or self.selector is not None or self.shares_kv:
             return False
-        return self.layers[0] is not None and not self._is_full and runs_triton(self.layers[0].values.data)
+        return self.layers[0] is not None and not self._is_full and bool(self.by_kernels)
 
     def host_state(self) -> tuple:
         """What the host counts of the tokens stored."""
@@ -338,50 +336,61 @@ class SlotStorage:
     # ------------------------------------------------------------------ one forward
 
     def open_prefill(self) -> None:
-        """The forwards up to `close_prefill` are one prefill."""
-        self.in_prefill = True
+        super().open_prefill()
         if self.decision is not None:
             self.decision.begin()
 
     def close_prefill(self) -> None:
-        """Evict after several forwards."""
-        self.in_prefill = False
-        if self.decision is None or not self.decision.windows or self.rows.lengths is None:
+        super().close_prefill()
+        if self.has_share and self.rows.budgets is None and self.rows.columns:
+            self.take_share(self.rows.seen)
+        if self.decision is None or not self.decision.windows:
             return
         newest = self.rows.lengths - 1
         for layer in sorted(self.decision.windows):
             self.decision.of_slots(layer, newest)
-            self._settle(len(self.layers) - 1, newest, int(self.rows.lengths.max()))
+            self._settle(len(self.layers) - 1, newest, self.rows.longest)
         self._end_prefill()
 
     def abandon_prefill(self) -> None:
-        """A forward inside `prefill()` failed: nothing is evicted."""
-        self.in_prefill = False
+        super().abandon_prefill()
         if self.decision is not None:
             self.decision.begin()
 
-    def begin(self, step: Step) -> None:
-        """Take note of what one forward adds."""
+    def pieces(
+        self, mask: Tensor | None, count: int, device: torch.device
+    ) -> list[tuple[Tensor | None, Tensor | None]]:
+        return [(None, mask)]
+
+    def takes_anchors(self, count: int) -> bool:
+        # One query with a cache reads the scores that its anchors left here. Keys and values that are shared are read
+        # here by any number of queries.
+        return (count > 1 and not self.shares_kv) or self.rows.columns == 0
+
+    def begin(self, step: Step, inputs: Tensor, rotary: Rotary) -> None:
         self.step, self.count = step, step.positions.shape[1]
+        if step.is_first:
+            self.indices = self._indices_on(inputs.device)
+        if self.has_share and self.rows.budgets is None and not self.in_prefill:
+            self.take_share([seen + new for seen, new in zip(step.seen, step.new, strict=True)])
         self.is_decoding = self.count == 1 and not step.is_first and not self.in_prefill
-        self.acts = self.method is not None and not self.is_frozen and not self.is_decoding
+        self.acts = self.policy is not None and not self.is_frozen and not self.is_decoding
         self.is_direct = self.acts and step.is_first and not self.in_prefill
-        if self.method is not None and not self.in_prefill:
+        if self.policy is not None and not self.in_prefill and not self.is_decoding:
             self.decision.begin()
-        if self.method is None:  # what a failed forward left is overwritten
+        if self.policy is None:  # what a failed forward left is overwritten
             for table in self.tables.values():
                 table.room = table.sizes[0][0] - self.rows.longest
             for _, layer in self._stored():
                 layer.near_room = layer.near_keys.shape[2] - self.rows.longest
-        if self.count == 1 and not step.is_first:
+        if self.count == 1 and not step.is_first and self._is_full:
             self._make_room_for_one()
 
     def finish(self) -> None:
-        """The forward is through all layers."""
         self.added += self.count
         if self.is_decoding:
             self.decoded += 1
-            self.is_settled |= self._drop_condemned()
+            self.is_settled |= self._drop_evicted()
         elif self.acts and not self.in_prefill:
             self._end_prefill()
         for table in self.tables.values():
@@ -390,32 +399,24 @@ class SlotStorage:
             table.new_slots = table.received = None
         self.step = None
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        q_distant: Tensor | None,
-        k_distant: Tensor | None,
-        scale: float,
-    ) -> Tensor:
-        """Attend, and keep what the method says; arguments as `PodCache.attend`."""
-        step, anchors, decision = self.step, self.num_anchors[layer], self.decision
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, anchors: Anchors, scale: float) -> Tensor:
+        if self.by_kernels is None:
+            self.by_kernels = runs_triton(v)
+        step, num_anchors, decision = self.step, self.num_anchors[layer], self.decision
         newest = step.positions[:, -1]
-        acts = self.acts and anchors > 0
+        acts = self.acts and num_anchors > 0
         seen = decision.seen(layer, q.detach(), step.positions, scale) if acts else None
-        with self._in_full(layer):
+        with nullcontext() if self.quantization is None else self._dequantized(layer):
             if not self.is_direct:
                 known = self.write(layer, k, v)
                 if acts:
-                    decision.look(layer, seen)
+                    decision.observe(layer, seen)
             if step.is_first:
-                out = step.attend_prompt(self.config, q, k, v, q_distant, k_distant, scale)
+                out = step.attend_prompt(self.config, q, k, v, anchors, scale)
             elif self.shares_kv:
                 out = self._attend_anchors(layer, q.detach(), scale)
             else:
-                out = self._attend_slots(layer, known, q.detach(), q_distant, scale)
+                out = self._attend_slots(layer, known, q.detach(), anchors[0], scale)
             if self.is_direct:
                 self._store_prompt(layer, k, v, seen)
             else:
@@ -430,12 +431,12 @@ class SlotStorage:
     def _end_prefill(self) -> None:
         """Forget what only a prefill needs."""
         self.decision.begin()
-        self.is_frozen = not self.method.query_aware
+        self.is_frozen = not self.policy.query_aware
         self.is_settled = False
         self.decoded = self.added = 0
         for table in self.tables.values():
             table.targets = None
-            if not (self.method.carries or self.method.lasting) or self.is_frozen:
+            if self.policy.scores_stay is None or self.is_frozen:
                 table.scores = None
 
     # ------------------------------------------------------------------ tokens into slots
@@ -452,12 +453,13 @@ class SlotStorage:
             those of new tokens are in `Layer.keep_own`'s hands afterwards.
         """
         step, anchors = self.step, self.num_anchors[layer]
-        self._make_room(layer, k)
+        if self.layers[layer] is None or self.count > 1:  # for one token more there is room in all layers
+            self._make_room(layer, k)
         stored, table = self.layers[layer], self.tables.get(layer)
         if not stored.order:  # its anchors' layers store all there is (`share: kv`)
             return stored
         is_step = self.count == 1 and not step.is_first
-        if is_step and self.quantization is None and stored.pages is None and runs_triton(v):
+        if is_step and self.quantization is None and stored.pages is None and self.by_kernels:
             self._append_by_kernel(layer, k, v)
             return stored
         keys, values = self._ordered(k, layer), self._ordered(v, layer)
@@ -472,7 +474,7 @@ class SlotStorage:
         self._refresh_pages(stored, step.before, after, self.count)
         if anchors == len(stored.order):
             return stored
-        own_slots = None if self.method is None else slots[anchors:]
+        own_slots = None if self.policy is None else slots[anchors:]
         if is_step:
             stored.add_own(keys[anchors:], step, own_slots)
             return stored
@@ -480,7 +482,7 @@ class SlotStorage:
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         """`write` a layer's keys and values without attention."""
-        with self._in_full(layer):
+        with nullcontext() if self.quantization is None else self._dequantized(layer):
             known = self.write(layer, k, v)
             if known is not self.layers[layer]:
                 self.layers[layer].keep_own(known, self.step)
@@ -495,10 +497,9 @@ class SlotStorage:
             table.room -= 1
             table.is_packed &= self.step.all_real
         stored.near_room -= 1
-        if self.method is None:
+        if self.policy is None:
             if len(stored.order) < k.shape[1]:
-                index = self.index(layer, k.device)
-                k, v = k[:, index], v[:, index]
+                k, v = k[:, self.indices[layer]], v[:, self.indices[layer]]
             append(stored, k.detach(), v.detach(), self.step.positions)
             return
         if stored.num_anchors < len(stored.order):
@@ -514,27 +515,23 @@ class SlotStorage:
         Heads that are no anchors follow theirs, which have chosen.
         """
         slots = [one.new_slots if one.slots is None else one.new_slots[place] for one, place in self._places(layer)]
-        return slots[0] if self.method is None else torch.stack(slots)
+        return slots[0] if self.policy is None else torch.stack(slots)
 
     def _ordered(self, new: Tensor, layer: int) -> Tensor:
         """[B, H_kv, T, D] -> [H_kv, B, T, D] in storage order, a view where that is the order of the heads."""
-        new, order = new.detach().transpose(0, 1), self.orders[layer]
-        return new if order == tuple(range(len(new))) else new[self.index(layer, new.device)]
-
-    def index(self, layer: int, device: torch.device) -> Tensor:
-        """[H_kv] int64, the KV heads that a layer stores, where they can index without being copied there."""
-        return self.on_device(self.orders[layer], device)
+        new, index = new.detach().transpose(0, 1), self.indices[layer]
+        return new if index is None else new[index]
 
     def _refresh_pages(self, layer: Layer, before: Tensor, after: Tensor, most: int) -> None:
-        if self.quest is not None and layer.num_anchors:
-            page_size = self.quest.page_size
+        if self.selector is not None and layer.num_anchors:
+            page_size = self.selector.page_size
             refresh_pages(layer.pages.rectangle, layer.keys.rectangle, before, after, page_size, most)
 
     # ------------------------------------------------------------------ attention to a filled cache
 
     def _attend_slots(self, layer: int, known: Layer, q: Tensor, q_distant: Tensor | None, scale: float) -> Tensor:
         """Attention of q [B, H, T, D] to what the layer and its anchors hold."""
-        step, anchors, units = self.step, known.num_anchors, self.layout.units(layer)
+        step, anchors, units = self.step, known.num_anchors, self.layout.units[layer]
         is_single = self.count == 1
         uses_scores = is_single and self.config.share == "scores"
         distant_keys = () if uses_scores else tuple(self._anchor_keys(unit) for unit in units[anchors:])
@@ -545,23 +542,23 @@ class SlotStorage:
             "distant_keys": distant_keys,
             "scale": scale,
         }
-        if self.quest is not None and is_single and not step.in_prefill:
+        if self.selector is not None and is_single and not step.in_prefill:
             self._choose_pages(layer, q)
-            if layer >= self.quest.dense_layers:
+            if layer >= self.selector.dense_layers:
                 return paged_attention(q, known, torch.stack([step.read[unit] for unit in units]), **common)
         tables = self._places(layer)
         rooms = {one.room for one, _ in tables}
-        if self.method is None:
+        if self.policy is None:
             table, sees_all = None, is_single and step.even
         else:
             table = tuple((one.slots, place) for one, place in tables)
             # Kernels ask the device which slots are in use: a CUDA graph repeats what the host knew.
             is_known = is_single and len(rooms) == 1 and all(one.is_packed for one, _ in tables)
-            sees_all = is_known and not runs_triton(q)
+            sees_all = is_known and not self.by_kernels
         unused = rooms.pop() if table is None or sees_all else 0
         if q_distant is None or uses_scores:
             q_distant = q
-        condemns = bool(self.is_decoding and self.evicts_at_steps and anchors)
+        evicts_now = bool(self.is_decoding and self.evicts_at_steps and anchors)
         result = cached_attention(
             q,
             known,
@@ -572,14 +569,15 @@ class SlotStorage:
             masks=step.masks,
             tau=self.tau,
             stats=self.stats,
-            return_weights=condemns,
+            return_weights=evicts_now,
+            by_kernels=self.by_kernels,
             **common,
         )
-        if not condemns:
+        if not evicts_now:
             return result
         out, weights = result
-        evicts = (self.decoded + 1) % self.method.when == 0
-        self.decision.condemn(layer, weights, step.positions[:, -1], evicts, self.is_settled)
+        evicts = (self.decoded + 1) % self.policy.when == 0
+        self.decision.evict(layer, weights, step.positions[:, -1], evicts, self.is_settled)
         return out
 
     def _attend_anchors(self, layer: int, q: Tensor, scale: float) -> Tensor:
@@ -597,6 +595,7 @@ class SlotStorage:
                     positions=step.positions,
                     unused=self.tables[anchor].room,
                     sees_all=self.count == 1 and step.even,
+                    by_kernels=self.by_kernels,
                     scale=scale,
                     masks=step.masks,
                 )
@@ -617,11 +616,11 @@ class SlotStorage:
 
     def keys(self, layer: int) -> Tensor:
         """[A, B, N, D] of a layer's anchor heads, in full precision."""
-        return in_full(self.layers[layer].keys).padded(0)
+        return dequantized(self.layers[layer].keys).padded(0)
 
     def _anchor_keys(self, unit: Unit) -> tuple[Segments, int]:
         """Segments of a block's keys in full precision, and its head in them."""
-        keys, place = self.layers[unit[0]].keys, self.layout.place(unit)
+        keys, place = self.layers[unit[0]].keys, self.layout.places[unit]
         return (keys, place) if isinstance(keys, Segments) else (keys.full(place), 0)
 
     def _choose_pages(self, layer: int, q: Tensor) -> None:
@@ -630,10 +629,10 @@ class SlotStorage:
         anchors = stored.num_anchors
         if anchors:
             asked = stored.stored(q.unflatten(1, (len(stored.order), -1))[:, :, :, 0].transpose(0, 1))[:anchors]
-            pages = stored.pages.rectangle
+            pages, used = stored.pages.rectangle, self.selector.pages(step.length)
             parts = [
-                method.choose(asked[:, rows], pages[:, rows], step.positions[rows], step.length)
-                for method, rows in runs_of(self.quest, self.rows.budgets)
+                method.choose(page_bounds(asked[:, rows], pages[:, rows, :used]), step.positions[rows])
+                for method, rows in runs_of(self.selector, self.rows.budgets)
             ]
             read, widest = parts[0], max(part.shape[2] for part in parts)
             if len(parts) > 1:  # rows whose shares of their prompts differ
@@ -644,7 +643,7 @@ class SlotStorage:
 
     def _store_prompt(self, layer: int, k: Tensor, v: Tensor, seen: Window | None) -> None:
         """Of a prompt that is not stored, copy what its blocks keep."""
-        step, anchors, units = self.step, self.num_anchors[layer], self.layout.units(layer)
+        step, anchors, units = self.step, self.num_anchors[layer], self.layout.units[layer]
         keys, values = self._ordered(k, layer), self._ordered(v, layer)
         if anchors:
             chosen, scores, budgets = self.decision.of_prompt(layer, seen, keys[:anchors], step.positions)
@@ -682,8 +681,6 @@ class SlotStorage:
 
     def _make_room_for_one(self) -> None:
         """Storage for one more token in every row, in all layers at once."""
-        if not self._is_full:
-            return
         if any(table.room < 1 for table in self.tables.values()):
             self._grow(list(self.tables), 1, self.step.length)
         room = min(table.room for table in self.tables.values())
@@ -693,11 +690,11 @@ class SlotStorage:
     def _make_room(self, layer: int, like: Tensor) -> None:
         """Slots for the tokens of this forward; several need them in order of position."""
         step, table, anchors = self.step, self.tables.get(layer), self.num_anchors[layer]
-        count = self.count if self.method is not None else step.length - self.rows.longest
+        count = self.count if self.policy is not None else step.length - self.rows.longest
         if anchors and table is None:
             held = [[0] * len(step.before) for _ in range(anchors)]
             sizes = self.headroom.grown(held, count, step.length)
-            has_scores = self.method is not None and (self.method.carries or self.method.lasting)
+            has_scores = self.policy is not None and self.policy.scores_stay is not None
             self._new_table(layer, sizes, held, None, has_scores)
         elif anchors and self.count > 1 and table.has_holes:
             chosen = [Chosen.of(held >= 0, held) for held in table.positions().unbind(dim=1)]
@@ -713,7 +710,7 @@ class SlotStorage:
     def _grow(self, anchors: list[int], count: int, length: int) -> None:
         """More slots for the blocks anchored in some layers; what they hold stays in the slots where it is."""
         tables = [self.tables[anchor] for anchor in anchors]
-        if self.method is None:
+        if self.policy is None:
             held = [[self.rows.longest] * len(sizes) for table in tables for sizes in table.sizes]
         else:
             held = torch.cat([table.live() for table in tables]).tolist()
@@ -722,8 +719,8 @@ class SlotStorage:
             table.held, wider = map(list, zip(*islice(wanted, len(table.heads)), strict=True))
             table.resize([list(map(max, *pair)) for pair in zip(table.sizes, wider, strict=True)])
             self._resize(anchor, "keys", table.sizes)
-            if self.quest is not None:
-                pages = [[self.quest.pages(size) for size in sizes] for sizes in table.sizes]
+            if self.selector is not None:
+                pages = [[self.selector.pages(size) for size in sizes] for sizes in table.sizes]
                 self.layers[anchor].pages = self.layers[anchor].pages.resized(pages)
             table.count_room()
         for index, _ in self._stored():
@@ -748,7 +745,7 @@ class SlotStorage:
     ) -> Table:
         heads = self.layout.orders[layer][: self.num_anchors[layer]]
         batch, device, slots, scores = len(sizes[0]), self.step.positions.device, None, None
-        if self.method is not None:
+        if self.policy is not None:
             slots = Segments.packed(sizes, batch, 1, dtype=torch.int32, fill=-1, device=device)
         if has_scores:
             scores = Segments.packed(sizes, batch, 1, dtype=torch.float32, device=device)
@@ -763,14 +760,14 @@ class SlotStorage:
         options = {"dtype": like.dtype, "device": like.device}
         sizes = [table.sizes[index] for table, index in self._places(layer)]
         places, length = 0, self.step.length
-        if self.method is None:
+        if self.policy is None:
             if heads > anchors:
                 places = self.headroom.near(min(length, self.headroom.most_near), sizes[0][0], length)
         else:
             empty = torch.empty(heads - anchors, batch, 0, dtype=torch.int32, device=like.device)
             own = {"near_positions": empty, "near_slots": empty}
-        if self.quest is not None:
-            width = [[self.quest.pages(size) for size in rows] for rows in sizes[:anchors]]
+        if self.selector is not None:
+            width = [[self.selector.pages(size) for size in rows] for rows in sizes[:anchors]]
             pages = Segments.packed(width, batch, 2 * dim, **options)
         near_keys = like.new_zeros(heads - anchors, batch, places, dim)
         values, keys = (Segments.packed(part, batch, dim, **options) for part in (sizes, sizes[:anchors]))
@@ -778,7 +775,7 @@ class SlotStorage:
 
     def _layer(self, layer: int, **parts: Any) -> Layer:
         order = tuple(range(self.num_anchors[layer])) if self.shares_kv else self.orders[layer]
-        ring_size = self._ring_size if self.method is None else 0
+        ring_size = self._ring_size if self.policy is None else 0
         known = {"sink_size": self.config.sink_size, "recent_size": self.config.recent_size, "ring_size": ring_size}
         return Layer(order, self.num_anchors[layer], **parts, **known, headroom=self.headroom)
 
@@ -806,53 +803,53 @@ class SlotStorage:
             table.sizes = list(map(list, table.slots.sizes))
             if table.scores is not None:
                 table.scores = repacked(table.scores, by_place)
-            layer.keys = repacked(in_full(layer.keys), by_place)
-            self._put_to_rest(anchor)
+            layer.keys = repacked(dequantized(layer.keys), by_place)
+            self._quantize(anchor)
             for place, (chosen, _) in by_place.items():
                 table.held[place] = chosen.counts
             if len(by_place) == len(table.heads):
                 table.has_holes = False
             table.count_room()
         for index, layer in self._stored():
-            units = self.layout.units(index)
+            units = self.layout.units[index]
             by_place = {place: changes[unit] for place, unit in enumerate(units) if unit in changes}
             if not by_place:
                 continue
-            layer.values = repacked(in_full(layer.values), by_place)
-            self._put_to_rest(index)
+            layer.values = repacked(dequantized(layer.values), by_place)
+            self._quantize(index)
             if layer.near_keys.numel():
                 places = self._places(index)[layer.num_anchors :]
                 held = [table.positions([place])[:, 0] for table, place in places]
                 layer.relink_own(held, newest, reach, length)
 
-    def _drop_condemned(self) -> bool:
+    def _drop_evicted(self) -> bool:
         """Mark slots that a step gives up as empty, and own keys that lie apart with them; whether it gave up any."""
-        evicting = [table for table in self.tables.values() if table.condemned is not None]
+        evicting = [table for table in self.tables.values() if table.evicted is not None]
         if not evicting:
             return False
         for index, layer in self._stored():
             for own, (table, place) in enumerate(self._places(index)[layer.num_anchors :]):
-                gone = table.condemned[place].gather(1, layer.near_slots[own].long())
+                gone = table.evicted[place].gather(1, layer.near_slots[own].long())
                 layer.near_positions[own].masked_fill_(gone, -1)
         for table in evicting:
-            table.drop_condemned()
+            table.drop_evicted()
         return True
 
     # ------------------------------------------------------------------ quantization
 
     @contextmanager
-    def _in_full(self, layer: int) -> Iterator[None]:
+    def _dequantized(self, layer: int) -> Iterator[None]:
         """Keys and values of the layer at hand in full precision, and at rest again behind it."""
         stored, self._attending, self._resting = self.layers[layer], layer, {}
-        for name in VECTORS if stored is not None and self.quantization is not None else ():
+        for name in VECTORS if stored is not None else ():
             if isinstance(getattr(stored, name), QuantizedSegments):
                 self._resting[layer, name] = getattr(stored, name)
                 setattr(stored, name, getattr(stored, name).full())
         yield
         self._attending = None
-        self._put_to_rest(layer)
+        self._quantize(layer)
 
-    def _put_to_rest(self, layer: int) -> None:
+    def _quantize(self, layer: int) -> None:
         """Quantise what is full of a layer; of the one that attends only when it is through, and anew if repacked."""
         if self.quantization is None:
             return
@@ -877,8 +874,8 @@ class SlotStorage:
 
     def _used(self, layer: int, heads: int, device: torch.device) -> Tensor:
         """[heads * B] int64, slots in use of the layer's first heads in storage order."""
-        if self.method is None:
+        if self.policy is None:
             return torch.maximum(self.step.before, self.step.positions[:, -1] + 1).repeat(heads)
         live = {anchor: self.tables[anchor].live() for anchor in set(self.layout.anchors[layer])}
-        used = [live[anchor][self.layout.place((anchor, head))] for anchor, head in self.layout.units(layer)[:heads]]
+        used = [live[anchor][self.layout.places[anchor, head]] for anchor, head in self.layout.units[layer][:heads]]
         return torch.cat(used) if used else torch.zeros(0, dtype=torch.long, device=device)

@@ -4,7 +4,7 @@ Rows are packed: slot p of a row holds its p-th real token, so left padding is n
 from each row's first real token.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -23,8 +23,9 @@ class Step:
     Attributes:
         positions: [B, T] int64, the position of each new token in its row, -1 for padding.
         before: [B] int64, real tokens of each row before the forward.
+        seen, new: [B] the same on the host, and how many of the new ones are real.
         length: the longest row after it.
-        even: every row has the same tokens, none of them padding.
+        even: every row has the same tokens, none of the new ones padding.
         all_real: none of the new tokens is padding.
         is_first: the cache was empty.
         in_prefill: it is one of several forwards that are one prefill.
@@ -34,6 +35,8 @@ class Step:
 
     positions: Tensor
     before: Tensor
+    seen: list[int]
+    new: list[int]
     length: int
     even: bool
     all_real: bool
@@ -64,28 +67,17 @@ class Step:
         """[B] int64, the new tokens of each row that are no padding; None where none is padding in any row."""
         return None if self.even else (self.positions >= 0).sum(dim=1)
 
+    def of_rows(self, rows: slice) -> "Step":
+        """The same of some rows."""
+        parts = {name: getattr(self, name)[rows] for name in ("positions", "before", "seen", "new")}
+        return replace(self, **parts, masks={}, read={}, _near={})
+
     def attend_prompt(
-        self,
-        config: PreTrainedConfig,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        q_distant: Tensor | None,
-        k_distant: Tensor | None,
-        scale: float,
+        self, config: PreTrainedConfig, q: Tensor, k: Tensor, v: Tensor, anchors: tuple, scale: float
     ) -> Tensor:
-        """Attention of the first forward's tokens among themselves, which no storage changes: as `PodCache.attend`."""
-        return shared_score_attention(
-            q,
-            k,
-            v,
-            q_distant,
-            k_distant,
-            sink_size=config.sink_size,
-            recent_size=config.recent_size,
-            scale=scale,
-            lengths=self.counts,
-        )
+        """Attention of the first forward's tokens among themselves, which no storage changes: as `Storage.attend`."""
+        sizes = {"sink_size": config.sink_size, "recent_size": config.recent_size}
+        return shared_score_attention(q, k, v, *anchors, **sizes, scale=scale, lengths=self.counts)
 
 
 @dataclass
@@ -94,27 +86,32 @@ class Rows:
 
     Attributes:
         lengths: [B] int64, real tokens of each row, None before the first forward. Segments share this tensor.
-        longest: the most of them.
+        seen: [B] the same on the host.
         columns: the tokens with padding, what `generate` counts.
         most_columns: the most there ever were: cropping does not bring back what they pushed out of a ring.
-        even: every row has the same tokens, none of them padding.
         budgets: [B] tokens that a method's share of the first prefill came to; None before, and without a share.
         starts: the columns at which forwards with padding began.
         padding: [F, B] int64, with how many columns of it each of them began; None where there was none.
     """
 
     lengths: Tensor | None = None
-    longest: int = 0
+    seen: list[int] = field(default_factory=list)
     columns: int = 0
     most_columns: int = 0
-    even: bool = True
     budgets: list[int] | None = None
     starts: list[int] = field(default_factory=list)
     padding: Tensor | None = None
 
-    def reset(self) -> None:
-        """Forget all rows."""
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        return max(self.seen, default=0)
+
+    def reset(self, batch: int | None = None, device: torch.device | None = None) -> None:
+        """Forget all rows; where told, `batch` rows without tokens are there."""
         self.__init__()
+        if batch is not None:
+            self.lengths, self.seen = torch.zeros(batch, dtype=torch.long, device=device), [0] * batch
 
     def host_counts(self) -> dict[str, Any]:
         """All but the tensors, which may lie on another device."""
@@ -156,55 +153,58 @@ class Rows:
             )
         return None if is_whole else new
 
-    def step(self, count: int, mask: Tensor | None, in_prefill: bool) -> Step:
-        """What a forward adds.
+    def step(self, count: int, mask: Tensor | None, in_prefill: bool, may_be_empty: bool = False) -> Step:
+        """What a forward adds; with a mask the host waits, once.
 
         Args:
             count: its tokens T, padding included.
-            mask: [B, T] bool, False for padding tokens, of which there are some; None when all are real.
+            mask: [B, T] bool, False for padding tokens; None when all are real.
             in_prefill: see `Step`.
+            may_be_empty: rows may have no token in it.
 
         Raises:
             ValueError: padding that is not on the left of this forward, a row that has tokens and gets none, or a later
                 chunk of a prefill with padding; names the row.
         """
-        column = torch.arange(count, device=self.lengths.device)
-        positions, longest = self.lengths[:, None] + column, self.longest + count
-        if mask is not None:
-            real = mask.sum(dim=1)
-            is_left_padded = (mask == (column >= count - real[:, None])).all(dim=1)
+        new = [count] * len(self.seen) if mask is None else real_tokens(mask)
+        for row, (real, seen) in enumerate(zip(new, self.seen, strict=True)):
+            if may_be_empty or not seen or real == count:
+                continue
+            if not real:
+                raise ValueError(
+                    f"row {row} of attention_mask is all padding in this forward, and the cache holds tokens of it: "
+                    "each row needs a token. Leave the row out with cache.batch_select_indices"
+                )
             # The window of a prefill's last queries is cut from its chunks: padding between them would be in it.
-            is_allowed = is_left_padded & ((self.lengths == 0) | (real == count) | ((real > 0) & (not in_prefill)))
-            if not bool(is_allowed.all()):
-                row = int((~is_allowed).nonzero()[0])
-                if not is_left_padded[row]:
-                    raise ValueError(
-                        f"row {row} of attention_mask has padding after its first real token. The cache supports left "
-                        "padding only: set tokenizer.padding_side = 'left', or pass use_cache=False."
-                    )
-                if not real[row]:
-                    raise ValueError(
-                        f"row {row} of attention_mask is all padding in this forward, and the cache holds tokens of "
-                        "it: each row needs a token. Leave the row out with cache.batch_select_indices"
-                    )
+            if in_prefill:
                 raise ValueError(
                     f"row {row} of attention_mask has padding in a later chunk of one prefill: pad the prompts on the "
                     "left of all chunks, or feed this one after cache.prefill() is closed"
                 )
-            positions = (positions - (count - real[:, None])).masked_fill(~mask, -1)
-            longest = int((self.lengths + real).max())
-        even = self.even and mask is None
-        return Step(positions, self.lengths.clone(), longest, even, mask is None, self.columns == 0, in_prefill)
+        positions = self.lengths[:, None] + torch.arange(count, device=self.lengths.device)
+        all_real = min(new) == count
+        if not all_real:
+            positions = (positions - (count - mask.sum(dim=1))[:, None]).masked_fill(~mask, -1)
+        return Step(
+            positions,
+            self.lengths.clone(),
+            self.seen,
+            new,
+            length=max(map(sum, zip(self.seen, new, strict=True))),
+            even=all_real and len(set(self.seen)) == 1,
+            all_real=all_real,
+            is_first=self.columns == 0,
+            in_prefill=in_prefill,
+        )
 
     def add(self, step: Step) -> None:
         """Count what a forward has added."""
         self.lengths.copy_(torch.maximum(step.before, step.positions.amax(dim=1) + 1))
-        self.count(step.length - self.longest, step.positions.shape[1])
-        self.even = step.even
+        self.count(step.new, step.positions.shape[1])
 
-    def count(self, tokens: int, columns: int) -> None:
-        """Count what the host counts: by so many tokens the longest row grows, by so many columns the rows."""
-        self.longest += tokens
+    def count(self, new: list[int], columns: int) -> None:
+        """Count what the host counts: `new` [B] tokens, in so many columns."""
+        self.seen = [seen + more for seen, more in zip(self.seen, new, strict=True)]
         self.columns += columns
         self.most_columns = max(self.most_columns, self.columns)
 
@@ -215,11 +215,12 @@ class Rows:
 
     def select(self, rows: Tensor) -> None:
         """Keep the rows `rows` [n] int64, in that order."""
-        if self.lengths is not None:
-            is_fewer = len(rows) < len(self.lengths)
-            self.lengths = self.lengths[rows]
-            if is_fewer and not self.even:  # the longest may have gone
-                self.longest = int(self.lengths.max())
+        self.lengths = self.lengths[rows]
+        each = list(zip(self.seen, self.budgets or self.seen, strict=True))
+        # Where rows are alike the host need not know which these are.
+        chosen = each[:1] * len(rows) if len(set(each)) == 1 else [each[row] for row in rows.tolist()]
+        self.seen = [seen for seen, _ in chosen]
+        self.budgets = self.budgets and [budget for _, budget in chosen]
         self.padding = None if self.padding is None else self.padding[:, rows]
 
     def end_of_padding(self) -> int:
@@ -230,5 +231,55 @@ class Rows:
     def crop(self, removed: int) -> None:
         """Take back the last tokens of every row."""
         self.lengths -= removed
-        self.longest -= removed
+        self.seen = [seen - removed for seen in self.seen]
         self.columns -= removed
+
+
+def real_tokens(mask: Tensor) -> list[int]:
+    """[B] the real tokens of each row of mask [B, T] bool; the host waits once.
+
+    Raises:
+        ValueError: there is padding other than on the left; names the row.
+    """
+    real = mask.sum(dim=1)
+    column = torch.arange(mask.shape[1], device=mask.device)
+    is_left_padded = (mask == (column >= mask.shape[1] - real[:, None])).all(dim=1)
+    real, is_left_padded = torch.stack([real, is_left_padded.long()]).tolist()
+    if not all(is_left_padded):
+        raise ValueError(
+            f"row {is_left_padded.index(0)} of attention_mask has padding after its first real token. The cache "
+            "supports left padding only: set tokenizer.padding_side = 'left', or pass use_cache=False."
+        )
+    return real
+
+
+def strides(
+    mask: Tensor | None, count: int, stride: list[int], device: torch.device
+) -> list[tuple[Tensor, Tensor | None]]:
+    """Cut a forward into strides, counted in each row from its first real token.
+
+    A left-padded row is thereby cut as it would be alone.
+
+    Args:
+        mask: [B, T] bool, False for padding on the left; None when all are real.
+        count: T.
+        stride: [B or 1] queries of one piece.
+
+    Returns:
+        For each piece its columns [B or 1, n] int64, each row's right-aligned, and which of them are real
+        [B, n] bool, None when all are.
+
+    Raises:
+        ValueError: there is padding other than on the left.
+    """
+    real = torch.tensor([count] if mask is None else real_tokens(mask))
+    pieces, stride = [], torch.tensor(stride)
+    for number in range(max(1, int((-(-real // stride)).max()))):
+        first = number * stride
+        mine = (real - first).clamp(min=0).minimum(stride)
+        width = max(1, int(mine.max()))
+        place = torch.arange(width) - (width - mine)[:, None]
+        columns = ((count - real + first)[:, None] + place).clamp(0, count - 1)
+        is_real = place >= 0
+        pieces.append((columns.to(device), None if bool(is_real.all()) else is_real.to(device)))
+    return pieces

@@ -1,4 +1,4 @@
-"""The store of Cascade and StreamingLLM: a fixed number of slots per KV head, sinks and a chain of sub-caches.
+"""The storage of methods that keep tokens by their places: a fixed number of slots per KV head, sinks and sub-caches.
 
 Inside PoD's blocks the anchor decides: a block of heads keeps one set of positions, in the same slots of every layer.
 Its other layers hold the values of what is kept, and own keys of the sinks and of what is recent by its position in
@@ -17,28 +17,16 @@ import torch
 from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
 
-from pod.blocks import LayerBlocks
-from pod.eviction.own_ring import OwnRing
-from pod.eviction.slot_step import Step, Steps
-from pod.eviction.storage import Rotary, Store, real_tokens
+from pod.cache.chain_own_keys import OwnRing
+from pod.cache.chain_step import ChainStep, Steps
+from pod.cache.rows import Rows, Step, strides
+from pod.cache.storage import Anchors, Rotary, Storage
+from pod.eviction import ChainPolicy
 from pod_kernels import Segments
-from pod_kernels.backend import runs_triton
 from pod_kernels.cascade import Cascades, CascadeState
+from pod_kernels.dispatch import runs_triton
+from pod_kernels.segments import on_device
 from pod_kernels.slots import BlockAnchor, OwnKeys, put_own, rotated, rotated_pieces, slot_attention
-from pod_kernels.transfer import on_device
-
-
-@dataclass
-class Scoring:
-    """Exponential moving averages of attention: mu <- gamma mu + (1 - gamma) s for every query.
-
-    Attributes:
-        gamma: in (0, 1).
-        head_reduction: "max" or "mean" over a KV head's query heads.
-    """
-
-    gamma: float
-    head_reduction: str
 
 
 @dataclass
@@ -92,7 +80,7 @@ class HeadOrder:
 
 
 @dataclass
-class LayerSlots:
+class ChainLayer:
     """What is stored of one layer; heads in storage order, anchors first.
 
     Attributes:
@@ -108,69 +96,50 @@ class LayerSlots:
     state: CascadeState | None
 
 
-class SlotStore(Store):
-    """Sinks and sub-caches of fixed size; memory does not grow with the tokens seen.
+class ChainStorage(Storage):
+    """Sinks and sub-caches of fixed size; memory does not grow with the tokens seen. Arguments as `Storage`.
 
     A single token is stored when the forward ends, for all layers at once: on a device most of an update's time is
     that of starting its operations. Several tokens are stored layer by layer, so that not all of them have to be held.
 
-    Args:
-        config: of the PoD model.
-        blocks: its blocks.
-        cascades: sinks, slots and sub-caches.
-        rotates: keys are stored before RoPE and rotated to their place among the kept tokens.
-        scoring: how scores are kept; None for a single sub-cache that needs none.
-        window: how many first and how many last tokens, itself included, a query sees, however many are processed at
-            once; None: all that is kept, and its stride. Where keys are rotated, no sink then counts as farther than
-            the window's first token.
+    Raises:
+        ValueError: the method and the model do not go together.
     """
 
-    def __init__(
-        self,
-        config: PreTrainedConfig,
-        blocks: LayerBlocks,
-        cascades: Cascades,
-        rotates: bool,
-        scoring: Scoring | None = None,
-        window: tuple[int, int] | None = None,
-    ) -> None:
-        self.config, self.cascades, self.rotates, self.scoring = config, cascades, rotates, scoring
-        self.window = window
-        self._blocks, self._layout = blocks, blocks.layout()
-        self._anchors, self._orders = self._layout.anchors, self._layout.orders
-        self._num_anchors, self._ends = self._layout.num_anchors, self._layout.ends
-        self._first_units = [0, *accumulate(self._num_anchors)]
-        self._head_orders: list[HeadOrder] = []  # made where the store is
-        self._moved, self._moved_there = 0, None
-        self._ring = OwnRing(config.sink_size, config.recent_size, cascades.slots)
-        self.reset()
+    is_fixed = True
 
-    @property
-    def moved(self) -> int:
-        """See `Store`; counted on the device where that alone knows, and read from it when asked for."""
-        return self._moved + (0 if self._moved_there is None else int(self._moved_there))
+    def __init__(self, config: PreTrainedConfig, rows: Rows, method: ChainPolicy) -> None:
+        self.chain = chain = method.chain(config)
+        self.rotates = chain.rotates
+        self.cascades = Cascades(chain.sinks, chain.tokens, chain.num_cascades)
+        layout = config.blocks.layout()
+        self._anchors, self._orders = layout.anchors, layout.orders
+        self._num_anchors, self._ends = layout.num_anchors, layout.ends
+        self._first_units = [0, *accumulate(self._num_anchors)]
+        self._head_orders: list[HeadOrder] = []  # made where the storage is
+        self._ring = OwnRing(config.sink_size, config.recent_size, self.cascades.slots)
+        super().__init__(config, rows, method)
 
     # ------------------------------------------------------------------ one forward of the model
 
-    @property
-    def batch_size(self) -> int:
-        return len(self._seen) if self._layers else -1
+    def pieces(
+        self, mask: Tensor | None, count: int, device: torch.device
+    ) -> list[tuple[Tensor | None, Tensor | None]]:
+        if count <= self.method.at_once:
+            return [(None, mask)]
+        return strides(mask, count, [self.method.at_once], device)
 
-    def begin(self, inputs: Tensor, mask: Tensor | None, rotary: Rotary) -> None:
-        batch, count = inputs.shape[:2]
-        self._check_whole()
-        if self._layers and len(self._seen) != batch:
-            if any(self._seen):
-                raise ValueError(f"the cache holds {len(self._seen)} rows but the input has {batch}")
-            self.reset()
-        if not self._layers:
-            self._seen = [0] * batch
-        new = [count] * batch if mask is None else real_tokens(mask).tolist()
+    def takes_anchors(self, count: int) -> bool:
+        return False
+
+    def begin(self, step: Step, inputs: Tensor, rotary: Rotary) -> None:
         held = self._state.positions[0] if self._layers else None
-        self._step = self._steps.of(inputs, new, self._seen, held, rotary)
+        self.step, self._step = step, self._steps.of(step, inputs, held, rotary)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, anchors: Anchors, scale: float) -> Tensor:
         step, order, num_anchors = self._step, self._orders[layer], self._num_anchors[layer]
+        if self.by_kernels is None:
+            self.by_kernels = runs_triton(v)
         if not self._layers:
             self._allocate_all(v)
         stored = self._layers[layer]
@@ -197,7 +166,7 @@ class SlotStore(Store):
         if num_anchors and self.rotates:
             ranks = stored.state.ranks(self.cascades, step.ranks)[..., : step.used]
         own = self._own_keys(stored, k[num_anchors:], blocks) if blocks else None
-        window = None if self.window is None else (step.held, *self.window)
+        window = None if self.chain.window is None else (step.held, *self.chain.window)
         options = dict(
             kept=step.kept,
             positions=step.positions,
@@ -208,10 +177,10 @@ class SlotStore(Store):
         )
         keys: list[Tensor] = []
         is_one = q.shape[3] == 1 and keeps_logits == bool(goes_on) and self.config.share != "keys"
-        if is_one and far is None and not (blocks and window) and runs_triton(v):
+        if is_one and far is None and not (blocks and window) and self.by_kernels:
             if window is not None:
                 options |= dict(zip(("window", "sink_size", "recent_size"), window, strict=True))
-            out, sums, logits, pairs = self._attend_one(layer, q, k, v, ranks, own, blocks, options)
+            out, sums, logits = self._attend_one(layer, q, k, v, ranks, own, blocks, options)
         else:
             keys = [stored.keys.rectangle[:, :, : step.used]] if num_anchors else []
             if ranks is not None:
@@ -219,7 +188,7 @@ class SlotStore(Store):
             keys = chain(keys, [k[:num_anchors]])
             if goes_on and not keeps_logits:
                 keys = list(keys)  # the block's other layers read them too
-            out, sums, logits, pairs = slot_attention(
+            out, sums, logits = slot_attention(
                 q,
                 keys,
                 (stored.values.rectangle[:, :, : step.used], v),
@@ -231,7 +200,6 @@ class SlotStore(Store):
                 capped=capped,
                 **options,
             )
-        self.pairs += pairs
 
         found = None
         if goes_on:
@@ -268,17 +236,17 @@ class SlotStore(Store):
         own: OwnKeys | None,
         blocks: list[OpenBlock],
         options: dict,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, int]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """`slot_attention` of one query in each row, by kernels."""
         from pod_kernels.slot_decode import slot_decode  # imports triton
 
         step, stored, num_anchors = self._step, self._layers[layer], self._num_anchors[layer]
-        shared, pairs = None, num_anchors * q[0, ..., 0].numel() * (step.used + 1)
+        shared = None
         if blocks:
             shared = torch.stack([block.anchor.logits for block in blocks])
             sizes = self.config.sink_size, self.config.recent_size
-            pairs += put_own(shared, q[num_anchors:], own, step.positions, *sizes, options["scale"])
-        scored = num_anchors and self.scoring is not None
+            put_own(shared, q[num_anchors:], own, step.positions, *sizes, options["scale"])
+        scored = num_anchors and self.chain.gamma is not None
         out, sums, logits = slot_decode(
             q,
             stored.keys.rectangle,
@@ -289,10 +257,10 @@ class SlotStore(Store):
             shared_logits=shared,
             ranks=ranks,
             table=step.table if ranks is not None else None,
-            decay=1 - self.scoring.gamma if scored else None,
+            decay=1 - self.chain.gamma if scored else None,
             **options,
         )
-        return out, sums, logits, pairs
+        return out, sums, logits
 
     def write(self, layer: int, k: Tensor, v: Tensor, sums: Tensor | None) -> Tensor | None:
         """Insert and store the new tokens of one layer, a single one when the forward ends; `attend` calls it.
@@ -329,9 +297,9 @@ class SlotStore(Store):
 
     def finish(self) -> None:
         sums = None
-        if self._pending and self.scoring is not None:
+        if self._pending and self.chain.gamma is not None:
             sums = torch.cat([part.sums for part in self._pending if part.sums is not None])
-        if self._pending and runs_triton(self._pending[0].values):
+        if self._pending and self.by_kernels:
             self._store_one(sums)
         elif self._pending:
             chosen = self._insert(self._state, sums)
@@ -346,13 +314,12 @@ class SlotStore(Store):
                 self._put(stored.values.rectangle, new.values, slots)
         if self._pending:
             self._pending, self._open = [], {}
-        self._seen = [seen + new for seen, new in zip(self._seen, self._step.new, strict=True)]
-        self._step = None
+        self.step = self._step = None
 
     # ------------------------------------------------------------------ rows
 
     def positions(self, layer: int) -> Tensor:
-        used = min(max(self._seen, default=0), self.cascades.slots)
+        used = min(self.rows.longest, self.cascades.slots)
         kept = []
         for head, anchor in enumerate(self._anchors[layer]):
             held = self._layers[anchor].state.positions[self._orders[anchor].index(head), :, :used]
@@ -366,14 +333,8 @@ class SlotStore(Store):
             tensors += [stored.values.data, stored.keys.data, stored.own.data]
         return tensors + (self._state.tensors() if self._layers else [])
 
-    def select(self, rows: Tensor) -> None:
-        if len(set(self._seen)) == 1:  # where rows are alike the host need not know which these are
-            self._seen = self._seen[:1] * len(rows)
-        else:
-            self._seen = [self._seen[row] for row in rows.tolist()]
-        if self._layers:
-            rows = rows.to(self._state.positions.device)
-            self._state = self._state.select(rows)
+    def select_rows(self, rows: Tensor) -> None:
+        self._state = self._state.select(rows)
         for index, old in enumerate(self._layers):
             new = self._allocate(index, old.values.data)
             for name in ("values", "keys", "own"):
@@ -381,17 +342,15 @@ class SlotStore(Store):
             self._layers[index] = new
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        self._check_whole()
         tensors = {
             f"layers.{index}.{name}": getattr(stored, name).data
             for index, stored in enumerate(self._layers)
             for name in ("values", "keys", "own")
         }
         tensors |= {f"state.{index}": tensor for index, tensor in enumerate(self._state.tensors())}
-        return tensors, {"seen": self._seen}
+        return tensors, {}
 
     def restore(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
-        self._seen = facts["seen"]
         self._allocate_all(tensors["layers.0.values"])
         for index, stored in enumerate(self._layers):
             for name in ("values", "keys", "own"):
@@ -400,54 +359,49 @@ class SlotStore(Store):
             tensor.copy_(tensors[f"state.{index}"])
 
     def reset(self) -> None:
-        self._layers: list[LayerSlots] = []
-        self._seen: list[int] = []
-        self._step: Step | None = None
+        super().reset()
+        self._layers: list[ChainLayer] = []
+        self._step: ChainStep | None = None
         self._state: CascadeState | None = None
         self._pending: list[Pending] = []
-        self._steps = Steps(self.cascades, self.rotates, self.scoring and self.scoring.gamma, self.window is not None)
+        self._steps = Steps(self.cascades, self.rotates, self.chain.gamma, self.chain.window is not None)
         self._open: dict[tuple[int, int], OpenBlock] = {}
 
     # ------------------------------------------------------------------ parts of a forward
-
-    def _check_whole(self) -> None:
-        if self._step is not None:
-            raise ValueError("the last forward broke off, and some layers hold its tokens: call cache.reset()")
 
     def _store_one(self, sums: Tensor | None) -> None:
         """Insert and store the token of every row, one kernel for all units and one for each layer."""
         from pod_kernels.slot_update import append_slots, average, insert  # imports triton
 
         step, state, scores = self._step, self._state, None
-        if self.scoring is not None:
-            factors = self.scoring.gamma ** step.counts.float()
-            scores = average(state.scores, sums, factors, self.scoring.head_reduction)
+        if self.chain.gamma is not None:
+            factors = self.chain.gamma ** step.counts.float()
+            scores = average(state.scores, sums, factors, self.chain.head_reduction)
         chosen = insert(state, self.cascades, step.positions, scores)
         for layer, (stored, new) in enumerate(zip(self._layers, self._pending, strict=True)):
             held = stored.keys.rectangle, stored.values.rectangle, stored.own.rectangle
             units = self._head_orders[layer].units
             sinks, by_slot = self.config.sink_size, self._ring.is_by_slot
             append_slots(*held, new.keys, new.values, step.positions, chosen, units, sinks, by_slot)
-            self._moved += 2 * len(units) * sum(step.new)
 
     def _insert(self, state: CascadeState, sums: Tensor | None) -> Tensor:
         """Update the scores of the anchor heads of `state`, then add the new tokens; their slots [A, B, T]."""
         step, scores = self._step, None
-        if self.scoring is not None:
-            reduce = torch.amax if self.scoring.head_reduction == "max" else torch.mean
+        if self.chain.gamma is not None:
+            reduce = torch.amax if self.chain.head_reduction == "max" else torch.mean
             sums = reduce(sums, dim=2)
             held = state.scores[..., : step.used]
-            held.mul_((self.scoring.gamma ** step.counts.float())[:, None]).add_(sums[..., : step.used])
+            held.mul_((self.chain.gamma ** step.counts.float())[:, None]).add_(sums[..., : step.used])
             scores = sums[..., step.used :]
         return state.insert(self.cascades, step.plan, step.positions, scores)
 
-    def _own_keys(self, stored: LayerSlots, new: Tensor, blocks: list[OpenBlock]) -> OwnKeys:
+    def _own_keys(self, stored: ChainLayer, new: Tensor, blocks: list[OpenBlock]) -> OwnKeys:
         """The other heads' own keys, of slots and chunk: where they belong among all keys."""
         found = torch.stack([block.positions for block in blocks])
         ranks = torch.stack([block.ranks for block in blocks]) if self.rotates else None
         return self._ring.keys(stored.own.rectangle, found, ranks, new, self._step)
 
-    def _put_own(self, stored: LayerSlots, new: Tensor, slots: Tensor) -> None:
+    def _put_own(self, stored: ChainLayer, new: Tensor, slots: Tensor) -> None:
         self._put(stored.own.rectangle, new, self._ring.places(self._step.positions, slots))
 
     def _close(self, layer: int, head: int) -> None:
@@ -461,47 +415,43 @@ class SlotStore(Store):
 
         In each row and head the last token goes somewhere, or none does.
         """
-        if new.shape[2] == 1 and self._step.is_even:
-            self._moved += new.shape[0] * new.shape[1]
-        else:
+        if new.shape[2] > 1 or not self._step.is_even:
             # What goes nowhere writes once more what the last token writes, or what is in a slot already: so no
             # index has to be found on the device, for which the host would wait.
             goes, last = slots >= 0, slots[..., -1:]
             spare = torch.where((last >= 0)[..., None], new[:, :, -1:], held[:, :, :1])
             new = torch.where(goes[..., None], new, spare)
             slots = torch.where(goes, slots, last.clamp(min=0))
-            moved = goes.sum()
-            self._moved_there = moved if self._moved_there is None else self._moved_there + moved
         held.scatter_(2, slots[..., None].expand(new.shape), new)
 
     def _order_heads(self, device: torch.device) -> list[HeadOrder]:
         """Of every layer, in one copy."""
         tables = []
         for layer, order in enumerate(self._orders):
-            blocks = self._layout.units(layer)
-            units = [self._first_units[unit[0]] + self._layout.place(unit) for unit in blocks]
+            blocks = self.layout.units[layer]
+            units = [self._first_units[unit[0]] + self.layout.places[unit] for unit in blocks]
             tables += [order, np.argsort(order), units, [self._ends[layer][head] for head in order]]
         tables = on_device([np.array(table) for table in tables], device)
         return [HeadOrder(*tables[first : first + 3], tables[first + 3].bool()) for first in range(0, len(tables), 4)]
 
     def _allocate_all(self, like: Tensor) -> None:
-        batch, scored = len(self._seen), self.scoring is not None
+        batch, scored = len(self.rows.seen), self.chain.gamma is not None
         self._head_orders = self._order_heads(like.device)
         self._state = CascadeState.allocate(self.cascades, self._first_units[-1], batch, scored, like.device)
-        self._layers = [self._allocate(layer, like) for layer in range(self._blocks.num_layers)]
+        self._layers = [self._allocate(layer, like) for layer in range(len(self._orders))]
 
-    def _allocate(self, layer: int, like: Tensor) -> LayerSlots:
-        batch, device = len(self._seen), like.device
+    def _allocate(self, layer: int, like: Tensor) -> ChainLayer:
+        batch, device = len(self.rows.seen), like.device
         anchors = self._num_anchors[layer]
-        others = self._blocks.num_kv_heads - anchors
+        others = len(self._orders[layer]) - anchors
 
         def segments(heads: int, capacity: int) -> Segments:
             return Segments.rectangular(heads, batch, capacity, like.shape[-1], dtype=like.dtype, device=device)
 
         slots = self.cascades.slots
         units = slice(*self._first_units[layer : layer + 2])
-        return LayerSlots(
-            values=segments(self._blocks.num_kv_heads, slots),
+        return ChainLayer(
+            values=segments(len(self._orders[layer]), slots),
             keys=segments(anchors, slots),
             own=segments(others, self._ring.capacity),
             state=self._state.part(units) if anchors else None,

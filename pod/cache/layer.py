@@ -1,0 +1,380 @@
+"""What is stored of one layer: slots, own keys of proximal tokens, and a table of the blocks anchored in it.
+
+Own keys, which heads that are no anchors keep beside their block's slots, lie in sinks and a ring where nothing is
+evicted. Else each has its position and its slot beside it: first those that are kept and still recent or sinks, later
+those of new tokens. A new one takes an empty place, else that of the oldest which is no sink, which by then is not
+recent any more. So a block of N tokens has at most min(N, sinks + recent + crop_slack) for each row, head and layer.
+
+Slots beyond what is held are for the tokens up to `max_length` where that is known, else there are none at first, then
+some. All segments get the same number more, so that they are full at the same step: `spare` of what they hold on
+average. Places for own keys grow with them, by as many, up to what a row and head can need. A method that evicts at
+every step never holds more than its budget: its slots are for that, once and for all.
+
+Legend: B rows, A blocks anchored in the layer, S heads of it that are no anchors, M places of own keys of each, N slots
+of the largest segment, S slots of all, T tokens of a forward, D head dimension.
+"""
+
+from collections.abc import Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from pod.cache.rows import Step
+from pod_kernels import LayerSlots, Segments
+
+FACTS = ("heads", "sizes", "held", "budgets", "room", "is_packed", "has_holes")
+EMPTY = torch.iinfo(torch.int32).max
+
+
+def spare(tokens: int) -> int:
+    """Slots beyond so many tokens where storage grows and it is not known how many are to come.
+
+    A part of them, so that n tokens cost O(n) copies: to copy takes about a hundredth of a step's time.
+    """
+    return min(tokens // 8, 8 + tokens // 32)
+
+
+@dataclass
+class Headroom:
+    """Capacities of a cache that evicts.
+
+    Attributes:
+        max_length: tokens that each row will reach, None when unknown.
+        every: decoded tokens between two evictions; 0: none while decoding.
+        most_near: own keys of proximal tokens that a row and head has at most.
+    """
+
+    max_length: int | None
+    every: int
+    most_near: int
+
+    def after(self, length: int) -> int | None:
+        """Tokens still to come after `length`, None when unknown."""
+        return None if self.max_length is None else max(0, self.max_length - length)
+
+    def evicted(self, counts: list[list[int]], budgets: list[list[int]], length: int) -> list[list[int]]:
+        """Slots of units' rows that were evicted down to `counts` tokens after `length` were seen."""
+        headroom = self.after(length)
+        if not self.every:
+            return [[count + (headroom or 0) for count in unit] for unit in counts]
+        most = [
+            [max(count, budget) + self.every for count, budget in zip(*unit, strict=True)]
+            for unit in zip(counts, budgets, strict=True)
+        ]
+        if headroom is None:
+            return most
+        return [
+            [min(count + headroom, size) for count, size in zip(*unit, strict=True)]
+            for unit in zip(counts, most, strict=True)
+        ]
+
+    def grown(self, held: list[list[int]], new: int, length: int) -> list[list[int]]:
+        """Slots of units' rows that hold so many tokens and get `new` more, which make it `length` seen."""
+        mean = sum(map(sum, held)) // sum(map(len, held))
+        more = new + (self.after(length) or spare(mean))
+        return [[count + more for count in unit] for unit in held]
+
+    def near(self, held: int, widest: int, length: int, more: int = 0) -> int:
+        """Places for own keys: `held` at most, and at least `more` to come; the largest unit has `widest` slots."""
+        headroom = self.after(length)
+        if headroom is None:
+            headroom = self.most_near if self.every else 0
+        return max(held, min(self.most_near, widest, held + max(headroom, more)))
+
+
+@dataclass
+class Layer(LayerSlots):
+    """A layer's slots and own keys.
+
+    Attributes:
+        headroom: how many places for own keys are allocated.
+        near_room: places that every row and head has empty at least; below 0 where tokens took those of older ones.
+    """
+
+    headroom: Headroom = field(kw_only=True)
+    near_room: int = 0
+
+    @property
+    def reach(self) -> int:
+        """How far behind the newest token own keys are kept, so that cropped ones need not be computed again."""
+        return self.headroom.most_near - self.sink_size - 1
+
+    def add_own(self, keys: Tensor, step: Step, slots: Tensor | None) -> None:
+        """The own keys of one new token in each row.
+
+        Args:
+            keys: [S, B, 1, D].
+            step: what the forward adds.
+            slots: [S, B, 1] of the values; not read with a ring.
+        """
+        self.near_room -= 1
+        if self.ring_size:
+            self._put_in_ring(keys, step)
+            return
+        is_sink = (self.near_positions >= 0) & (self.near_positions < self.sink_size)
+        place = self.near_positions.masked_fill(is_sink, torch.iinfo(torch.int32).max).argmin(dim=-1, keepdim=True)
+        self.near_positions.scatter_(2, place, step.positions.expand(slots.shape).int())
+        self.near_slots.scatter_(2, place, slots.int())
+        self.near_keys.scatter_(2, place[..., None].expand(*place.shape, keys.shape[-1]), keys)
+
+    def with_own(self, keys: Tensor, step: Step, slots: Tensor | None) -> "Layer":
+        """The layer as several queries see it: all old own keys, and those of their own tokens; see `add_own`."""
+        seen = copy(self)
+        if self.ring_size:
+            known = step.positions
+            if not step.is_first:
+                known = torch.cat([self.ring_positions(step.before), known], dim=1)
+            seen.near_positions = seen.near_slots = known[None]
+        else:
+            positions = step.positions.expand(slots.shape).int()
+            seen.near_positions = torch.cat([self.near_positions, positions], dim=2)
+            seen.near_slots = torch.cat([self.near_slots, slots.int()], dim=2)
+        seen.near_keys = keys if step.is_first else torch.cat([self.near_keys, keys], dim=2)
+        return seen
+
+    def keep_own(self, seen: "Layer", step: Step) -> None:
+        """After several queries, which saw `seen`: keep the own keys that a later token can need."""
+        if self.ring_size:
+            places = self.near_keys.shape[2]
+            self.widen_own(step.length - (places - self.near_room), step.length)
+            self._put_in_ring(seen.near_keys[:, :, -step.positions.shape[1] :], step)
+            self.near_room = self.near_keys.shape[2] - step.length
+        else:
+            newest = step.positions[:, -1]
+            self.pack_own(seen.near_keys, seen.near_positions, seen.near_slots, newest, self.reach, step.length)
+
+    def _put_in_ring(self, keys: Tensor, step: Step) -> None:
+        """The last `ring_size` of new [S, B, T, D], and sinks."""
+        positions = step.positions
+        if keys.shape[2] == 1 and step.even:
+            place = step.length - 1
+            if place >= self.sink_size:
+                place = self.sink_size + (place - self.sink_size) % self.ring_size
+            self.near_keys[:, :, place : place + 1] = keys
+        elif keys.shape[2] == 1 and not step.is_first:
+            rows = torch.arange(keys.shape[1], device=keys.device)
+            self.near_keys[:, rows, self.ring_places(positions[:, 0])] = keys[:, :, 0]
+        else:
+            rows, columns = step.near(self.sink_size, self.ring_size)
+            self.near_keys[:, rows, self.ring_places(positions[rows, columns])] = keys[:, rows, columns]
+
+    @property
+    def is_own_full(self) -> bool:
+        """One more token's own key needs a place that is not there yet."""
+        heads, _, places, _ = self.near_keys.shape
+        return heads > 0 and self.near_room < 1 and places < self.headroom.most_near and places < self._widest
+
+    def widen_own(self, room: int, length: int) -> None:
+        """See to empty places for `room` more tokens, while there may be more of them; `length` are seen."""
+        places = self.near_keys.shape[2]
+        held = places - max(0, self.near_room)
+        short = self.headroom.near(held, self._widest, length, room) - places
+        if short > 0:
+            if self.near_positions is not None:
+                self.near_positions = pad(self.near_positions, (0, short), value=-1)
+                self.near_slots = pad(self.near_slots, (0, short))
+            self.near_keys = pad(self.near_keys, (0, 0, 0, short))
+            self.near_room = places + short - held
+
+    def pack_own(self, keys: Tensor, positions: Tensor, slots: Tensor, newest: Tensor, reach: int, length: int) -> None:
+        """Keep of own keys [S, B, M, D] the sinks and those at most `reach` behind the newest, rows have
+        `length` tokens at most."""
+        keep = (positions >= 0) & (slots >= 0)
+        keep &= (positions < self.sink_size) | (positions >= newest[:, None] - reach)
+        most = int(keep.sum(dim=-1).max()) if keep.numel() else 0
+        capacity = self.headroom.near(most, self._widest, length)
+        order = torch.where(keep, positions, torch.iinfo(positions.dtype).max).argsort(dim=-1, stable=True)
+        order = order[..., :capacity]
+        short = capacity - order.shape[-1]
+        held = positions.gather(2, order).masked_fill(~keep.gather(2, order), -1)
+        self.near_positions = pad(held, (0, short), value=-1).int()
+        self.near_slots = pad(slots.gather(2, order).clamp(min=0), (0, short)).int()
+        packed = keys.gather(2, order[..., None].expand(*order.shape, keys.shape[-1]))
+        self.near_keys = pad(packed, (0, 0, 0, short)).contiguous()
+        self.near_room = capacity - most
+
+    def relink_own(self, held: list[Tensor], newest: Tensor, reach: int | None, length: int) -> None:
+        """Find the slots of own keys again, and drop those whose token is gone.
+
+        Args:
+            held: for each of the S heads the positions [B, N] of its slots.
+            newest: [B].
+            reach: as `pack_own`; None as far as they may be cropped.
+            length: above every position.
+        """
+        positions, spare = self.near_positions.long(), length
+        slots = torch.empty_like(positions)
+        for place, row in enumerate(held):
+            found = torch.full((row.shape[0], spare + 1), -1, device=row.device)
+            index = torch.arange(row.shape[1], device=row.device).expand(row.shape)
+            found.scatter_(1, torch.where(row < 0, spare, row), index)
+            found[:, spare] = -1
+            slots[place] = found.gather(1, torch.where(positions[place] < 0, spare, positions[place]))
+        self.pack_own(self.near_keys, positions, slots, newest, self.reach if reach is None else reach, length)
+
+    @property
+    def _widest(self) -> int:
+        return max((max(head) for head in self.values.sizes), default=0)
+
+
+@dataclass
+class Table:
+    """The blocks anchored in one layer.
+
+    Attributes:
+        heads: their KV heads, in storage order.
+        sizes: [A][B] slots of each; keys and values lie the same way.
+        slots: [B, A] segments of positions, [S, 1] int32, -1 where a slot is empty; None: slot = position.
+        scores: the same of float32, where scores are needed later.
+        held: [A][B] tokens of each; known only until a token is decoded.
+        budgets: [A][B] what decoding keeps of each; None until a prefill has decided.
+        targets: [A][B] what a prefill leaves of each, once decided.
+        room: empty slots that every segment has at least.
+        is_packed: these are every segment's last slots, and all others hold a token.
+        has_holes: slots are not in order of position.
+        new_slots: [A, B, T] where the tokens of this forward are; an integer: the first of them, everywhere.
+        received: [B, A, N] scores of this forward, a step, to be added to those that are carried.
+        evicted: [A, B, N] slots that are given up when this forward ends.
+    """
+
+    heads: tuple[int, ...]
+    sizes: list[list[int]]
+    slots: Segments | None
+    scores: Segments | None
+    held: list[list[int]]
+    budgets: list[list[int]] | None
+    targets: list[list[int]] | None = None
+    room: int = 0
+    is_packed: bool = False
+    has_holes: bool = False
+    new_slots: Tensor | int | None = None
+    received: Tensor | None = None
+    evicted: Tensor | None = None
+    _on_device: tuple[list[list[int]], Tensor] | None = field(init=False, default=None)  # budgets, and as a tensor
+
+    def positions(self, units: Sequence[int] | None = None) -> Tensor:
+        """[B, A, N] int64, -1 where a slot is empty; of some blocks, when told."""
+        return _some(self.slots.padded(-1)[..., 0], units).transpose(0, 1).long()
+
+    def carried(self, units: Sequence[int] | None = None) -> Tensor:
+        """[B, A, N] float32, the scores; of some blocks, when told."""
+        return _some(self.scores.padded(0)[..., 0], units).transpose(0, 1)
+
+    def budget_counts(self) -> Tensor:
+        """[B, A] int64, the budgets on the device."""
+        if self._on_device is None or self._on_device[0] is not self.budgets:
+            self._on_device = self.budgets, torch.tensor(self.budgets, device=self.slots.data.device).t()
+        return self._on_device[1]
+
+    def live(self) -> Tensor:
+        """[A, B] int64, tokens of each."""
+        return (self.slots.padded(-1)[..., 0] >= 0).sum(dim=-1)
+
+    def add_scores(self, more: Tensor) -> None:
+        """Add [B, A, N] to the scores."""
+        for place, view in _views(self.scores):
+            view += more.transpose(0, 1)[place]
+
+    def over_target(self, index: int) -> bool:
+        """A row of this block holds more than the prefill may leave of it."""
+        if self.targets is None:
+            return False
+        return any(have > most for have, most in zip(self.held[index], self.targets[index], strict=True))
+
+    def count_room(self, at_budget: bool = False) -> None:
+        """Note how many empty slots every segment has; `at_budget`: none holds more than its budget."""
+        held = self.budgets if at_budget else self.held
+        spare = [
+            size - have
+            for sizes, counts in zip(self.sizes, held, strict=True)
+            for size, have in zip(sizes, counts, strict=True)
+        ]
+        self.room = max(self.room, min(spare)) if at_budget else min(spare)
+        self.is_packed = not (at_budget or self.has_holes) and len(set(spare)) == 1
+
+    def place(self, step: Step, count: int) -> None:
+        """Choose the slots of a forward's tokens, T of them; `write` then puts their positions there."""
+        size = self.sizes[0][0]
+        if self.slots is None:
+            # A row of which nothing but padding was seen: what lands in its last slot is overwritten before it is read.
+            self.new_slots = step.length - count if step.even else step.positions.remainder(size)[None]
+            self.room = size - step.length
+            return
+        if count > 1:
+            self.new_slots = self.live()[..., None] + (step.positions >= 0).cumsum(dim=1) - 1
+        elif self.is_packed:
+            self.new_slots = self.slots.capacities.t()[..., None] - self.room
+        else:
+            self.new_slots = self.slots.padded(EMPTY)[..., 0].argmin(dim=-1, keepdim=True)  # the first empty one
+        self.room -= count
+        self.is_packed &= step.all_real
+
+    def write(self, step: Step, real: tuple[Tensor, Tensor] | None) -> None:
+        """Note the positions of a forward's tokens, which have no score yet; see `Segments.write`."""
+        if self.slots is None:
+            return
+        positions = step.positions.expand(len(self.heads), -1, -1)[..., None].int()
+        self.slots.write(self.new_slots, positions, real)
+        if self.scores is not None:
+            self.scores.write(self.new_slots, torch.zeros_like(positions, dtype=torch.float32), real)
+
+    def crop(self, lengths: Tensor, removed: int) -> None:
+        """Forget the positions from `lengths` [B] on, `removed` of each row; 0: what a failed forward has left."""
+        if self.slots is None:
+            return
+        for (_, rows, _), held in _views(self.slots):
+            held.masked_fill_(held >= lengths[rows, None], -1)
+        self.room += removed
+        self.is_packed &= removed > 0
+
+    def resize(self, sizes: list[list[int]]) -> None:
+        """More slots; what is held stays in its slot."""
+        self.sizes = sizes
+        if self.slots is not None:
+            self.slots = self.slots.resized(sizes, fill=-1)
+        if self.scores is not None:
+            self.scores = self.scores.resized(sizes)
+
+    def drop_evicted(self) -> None:
+        """Mark slots that a step gives up as empty."""
+        for piece, held in _views(self.slots):
+            held.masked_fill_(self.evicted[piece], -1)
+        self.evicted = None
+        self.has_holes = True
+        self.count_room(at_budget=True)
+
+    def of_rows(self, rows: Tensor) -> "Table":
+        """The table of some rows [n] int64, in that order."""
+        if self.slots is None:
+            sizes = [[self.sizes[0][0]] * len(rows)] * len(self.sizes)
+            return replace(self, sizes=sizes, held=sizes)
+        chosen = rows.tolist()
+        lists = {name: getattr(self, name) for name in FACTS[1:4] if getattr(self, name) is not None}
+        lists = {name: [[head[row] for row in chosen] for head in held] for name, held in lists.items()}
+        scores = None if self.scores is None else self.scores.of_rows(rows)
+        return replace(self, slots=self.slots.of_rows(rows), scores=scores, **lists)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What is kept between two forwards, by name."""
+        parts = {"slots": self.slots, "scores": self.scores}
+        return {name: part.data for name, part in parts.items() if part is not None}
+
+    def facts(self) -> dict[str, Any]:
+        """What else there is to know, as JSON."""
+        return {name: getattr(self, name) for name in FACTS}
+
+
+def _some(rows: Tensor, chosen: Sequence[int] | None) -> Tensor:
+    """Some of the first dimension's; a list as an index would be copied to the device."""
+    return rows if chosen is None else torch.stack([rows[index] for index in chosen])
+
+
+def _views(segments: Segments) -> Iterator[tuple[tuple[slice, slice, slice], Tensor]]:
+    """Views [h, b, C] of segments of single numbers, each with its place in the padded [H, B, N]."""
+    for piece in segments.pieces():
+        heads, rows = slice(piece.head, piece.head + piece.heads), slice(piece.row, piece.row + piece.rows)
+        yield (heads, rows, slice(piece.capacity)), segments.view(piece)[..., 0]
