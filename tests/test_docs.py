@@ -1,5 +1,6 @@
 """The pages: their examples run and print what they show, their commands and links exist, quoted code is the code."""
 
+import ast
 import contextlib
 import importlib
 import io
@@ -269,11 +270,19 @@ def test_the_tree_names_what_is_there():
             assert (ROOT / path).exists(), path
             named.add(path)
         folders[depth:] = [names.rstrip("/")]
-    for folder in ("pod", "pod/evaluation", "pod/eviction", "kernels/pod_kernels", "data", "eval"):
-        inside = {f"{folder}/{path.name}" for path in (ROOT / folder).glob("*.py") if path.name != "__init__.py"}
+    for folder in ("data", "eval"):
+        inside = {f"{folder}/{path.name}" for path in (ROOT / folder).glob("*.py")}
         assert inside <= named, f"not in the README's tree: {sorted(inside - named)}"
     pages = {f"docs/{page.name}" for page in DOCS.iterdir() if page.is_file()}
     assert pages <= named, f"not in the README's tree: {sorted(pages - named)}"
+
+
+@pytest.mark.parametrize("folder", ["pod", "pod/cache", "pod/evaluation", "pod/eviction", "kernels/pod_kernels"])
+def test_a_package_says_what_its_files_are(folder):
+    said = ast.get_docstring(ast.parse((ROOT / folder / "__init__.py").read_text(encoding="utf-8")))
+    named = {name for line in said.splitlines() for name in re.match(r"(?:[\w/]+\.py(?:, )?)*", line)[0].split(", ")}
+    inside = {path.name for path in (ROOT / folder).glob("*.py") if path.name != "__init__.py"}
+    assert named - {""} == inside
 
 
 def test_pictures(tmp_path):

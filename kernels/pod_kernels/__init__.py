@@ -1,4 +1,33 @@
-"""Tensor functions of PoD: no transformers, no lightning. A readable reference stands beside every fast version."""
+"""Tensor functions of PoD: no transformers, no lightning. A readable reference stands beside every fast version.
+
+problem.py             what shared-score attention is asked, checked once for all its backends
+sequences.py           where the sequences lie in the rows: padding and documents
+reference.py           the eager truth of shared-score attention
+composed.py            the same from torch's flash attention pieces, with an exact backward
+pieces.py              the plan of those pieces: every pair once
+flash.py               one piece and its log-sum-exp: torch's flash attention, cuDNN's, or eager chunks
+fused.py               the same as one Triton operation over two sources of logits: launches
+fused_tiles.py         Triton: which tiles are visited, which need a mask, how one is read
+fused_forward.py       Triton: the forward kernel
+fused_backward.py      Triton: the backward kernels, of queries and of keys
+softmax.py             Triton: a step of the online softmax
+opaque.py              composed as one operation for torch.compile
+attention.py           shared_score_attention: chooses between them
+dispatch.py            which implementation runs, and which was measured to be the fastest
+segments.py            how a cache stores vectors: packed segments, rings, what is chosen of them
+cached.py              attention of a few queries to a cache, and its reference
+skipping.py            early skip: distant values that a decode step leaves unread, and their counts
+quantized.py           vectors in 8 or 4 bits: keys per channel, values per token, the last ones as they are
+pages.py               pages of keys with their bounds, and attention to some pages only (Quest)
+slots.py               attention to a store of fixed slots and to a chunk, rotated by place or by position
+cascade.py             which token goes where in a cascading cache
+splits.py              Triton: one query's attention split among programs, and the merge
+decode.py              Triton: that of one query in each row over segments; early skip
+slot_decode.py         Triton: the same over fixed slots
+update.py              Triton: a decoded token into all heads of a layer
+slot_update.py         Triton: the same into fixed slots; a cascade's insertion and its scores
+column_sums.py         Triton: what each key receives from a chunk or from a prefill's last queries
+"""
 
 from pod_kernels import reference
 from pod_kernels.attention import shared_score_attention

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from pod_kernels.dispatch import runs_triton
 from pod_kernels.segments import HeadOf, LayerSlots, Piece
@@ -194,6 +194,10 @@ def cached_attention(
         )
         return _results(out, (lse, return_lse), (gate, return_gate), (weights, return_weights))
 
+    is_plain = sees_all and anchors == kv_heads and not (score_heads and scores is not None)
+    if is_plain and not (return_lse or return_gate or return_weights):
+        return _plain_attention(q, layer, unused, scale)
+
     def grouped(tensor: Tensor) -> Tensor:  # [B, H, T, D] -> [H_kv, B, G, T, D] in storage order
         return layer.stored(tensor.view(batch, kv_heads, groups, count, dim).transpose(0, 1))
 
@@ -258,6 +262,21 @@ def cached_attention(
                 weights[own, rows, :, part, :width] = softmax[:num_own, ..., :width]
     lse, gate = (tensor if tensor is None else by_head(tensor) for tensor in (lse, gate))
     return _results(by_head(out), (lse, return_lse), (gate, return_gate), (weights, return_weights))
+
+
+def _plain_attention(q: Tensor, layer: LayerSlots, unused: int, scale: float) -> Tensor:
+    """Of one query that sees all slots but the last ones, in a layer of anchors whose logits no other layer reads."""
+    batch, _, _, dim = q.shape
+    asked = q.view(batch, len(layer.order), -1, dim).transpose(0, 1)  # [H_kv, B, G, D]
+    out = torch.empty_like(asked)
+    for piece in layer.values.pieces():
+        here = slice(piece.head, piece.head + piece.heads), slice(piece.row, piece.row + piece.rows)
+        held = (part.view(piece)[:, :, : piece.capacity - unused] for part in (layer.keys, layer.values))
+        # A KV head's query heads as that many queries.
+        states = (part.flatten(0, 1)[:, None] for part in (asked[here], *held))
+        attended = scaled_dot_product_attention(*states, scale=scale)
+        out[here] = attended[:, 0].unflatten(0, (piece.heads, piece.rows))
+    return out.transpose(0, 1).flatten(1, 2)[:, :, None]
 
 
 @dataclass

@@ -307,7 +307,8 @@ class Table:
         if count > 1:
             self.new_slots = self.live()[..., None] + (step.positions >= 0).cumsum(dim=1) - 1
         elif self.is_packed:
-            self.new_slots = self.slots.capacities.t()[..., None] - self.room
+            same = self.slots.is_rectangle
+            self.new_slots = (self.sizes[0][0] if same else self.slots.capacities.t()[..., None]) - self.room
         else:
             self.new_slots = self.slots.padded(EMPTY)[..., 0].argmin(dim=-1, keepdim=True)  # the first empty one
         self.room -= count
@@ -317,7 +318,7 @@ class Table:
         """Note the positions of a forward's tokens, which have no score yet; see `Segments.write`."""
         if self.slots is None:
             return
-        positions = step.positions.expand(len(self.heads), -1, -1)[..., None].int()
+        positions = step.to_be_stored.expand(len(self.heads), -1, -1, -1)
         self.slots.write(self.new_slots, positions, real)
         if self.scores is not None:
             self.scores.write(self.new_slots, torch.zeros_like(positions, dtype=torch.float32), real)

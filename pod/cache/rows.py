@@ -53,6 +53,11 @@ class Step:
         """Rows and columns, [n] int64 each, of the tokens that are no padding."""
         return (self.positions >= 0).nonzero(as_tuple=True)
 
+    @cached_property
+    def to_be_stored(self) -> Tensor:
+        """[1, B, T, 1] int32, the positions as tables of slots hold them."""
+        return self.positions[None, ..., None].int()
+
     def near(self, sink_size: int, ring_size: int) -> tuple[Tensor, Tensor]:
         """Rows and columns, [n] int64 each, of the tokens that are sinks or among their row's last `ring_size`."""
         key = sink_size, ring_size

@@ -403,7 +403,6 @@ class SlotStorage(Storage):
         if self.by_kernels is None:
             self.by_kernels = runs_triton(v)
         step, num_anchors, decision = self.step, self.num_anchors[layer], self.decision
-        newest = step.positions[:, -1]
         acts = self.acts and num_anchors > 0
         seen = decision.seen(layer, q.detach(), step.positions, scale) if acts else None
         with nullcontext() if self.quantization is None else self._dequantized(layer):
@@ -423,9 +422,9 @@ class SlotStorage(Storage):
                 if known is not self.layers[layer]:
                     self.layers[layer].keep_own(known, step)
                 if acts and not self.in_prefill:
-                    decision.of_slots(layer, newest)
+                    decision.of_slots(layer, step.positions[:, -1])
             if self.acts and not self.in_prefill:
-                self._settle(layer, newest, step.length)
+                self._settle(layer, step.positions[:, -1], step.length)
         return out
 
     def _end_prefill(self) -> None:
@@ -468,12 +467,15 @@ class SlotStorage(Storage):
             table.place(step, self.count)
             table.write(step, real)
             stored.keys.write(table.new_slots, keys[:anchors], real)
-        slots = self._slots(layer)
+        slots = self._slots(layer, stored.values.is_rectangle)
         stored.values.write(slots, values, real)
-        after = torch.maximum(step.before, step.positions[:, -1] + 1)
-        self._refresh_pages(stored, step.before, after, self.count)
+        if self.selector is not None:
+            after = torch.maximum(step.before, step.positions[:, -1] + 1)
+            self._refresh_pages(stored, step.before, after, self.count)
         if anchors == len(stored.order):
             return stored
+        if isinstance(slots, int) and self.policy is not None:
+            slots = torch.full((len(stored.order), *step.positions.shape), slots, device=v.device)
         own_slots = None if self.policy is None else slots[anchors:]
         if is_step:
             stored.add_own(keys[anchors:], step, own_slots)
@@ -509,13 +511,19 @@ class SlotStorage(Storage):
         if table is not None:
             table.new_slots = new_slots
 
-    def _slots(self, layer: int) -> Tensor | int:
-        """[H_kv or 1, B, T] where this forward's tokens go in a layer's values, or the first slot of them everywhere.
+    def _slots(self, layer: int, is_rectangle: bool) -> Tensor | int:
+        """[H_kv, B, T] where this forward's tokens go in a layer's values, or the first slot of them everywhere.
 
-        Heads that are no anchors follow theirs, which have chosen.
+        Heads that are no anchors follow theirs, which have chosen; `is_rectangle`: all have as many slots.
         """
-        slots = [one.new_slots if one.slots is None else one.new_slots[place] for one, place in self._places(layer)]
-        return slots[0] if self.policy is None else torch.stack(slots)
+        slots = [(one.new_slots, place) for one, place in self._places(layer)]
+        first = slots[0][0]
+        if self.policy is None or (is_rectangle and all(isinstance(new, int) and new == first for new, _ in slots)):
+            return first
+        alike = self.step.positions
+        return torch.stack(
+            [torch.full_like(alike, new) if isinstance(new, int) else new[place] for new, place in slots]
+        )
 
     def _ordered(self, new: Tensor, layer: int) -> Tensor:
         """[B, H_kv, T, D] -> [H_kv, B, T, D] in storage order, a view where that is the order of the heads."""

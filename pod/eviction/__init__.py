@@ -1,5 +1,13 @@
 """Eviction methods: which tokens the cache keeps. `pod.PodCache(config, eviction=pod.eviction.SnapKV(budget=4096))`.
 
+base.py                what a method says: how important a token is, how many are kept where, and when
+observation.py         what a layer's last queries attended to, of which scores are made
+snapkv.py, pyramidkv.py, adakv.py, sagekv.py, h2o.py, tova.py, cake.py    one method each, by scores
+combined.py            one method's scores under another's allocation
+chain.py               methods that keep tokens by their places: which chain, in which strides
+streaming.py, cascade.py    those
+quest.py               keeps all, and chooses what a step reads
+
 A further method that gives scores or allocates takes at most five steps:
 
 1. Read the method's rules and write them into shared terms: what scores a token, how many are kept where, when.
