@@ -118,6 +118,11 @@ AFTER_THE_PROMPT = [
     SageKV(10, query_aware=False),
     H2O(10, query_aware=False),
 ]
+# Appending runs in triton's interpreter, seconds a case.
+ONE_QUICK = [
+    pytest.param(method, id=type(method).__name__, marks=[] if isinstance(method, AdaKV) else pytest.mark.slow)
+    for method in AFTER_THE_PROMPT
+]
 
 
 def replays_equal_steps(model, steps, replays, monkeypatch, method, **options):
@@ -141,7 +146,7 @@ def replays_equal_steps(model, steps, replays, monkeypatch, method, **options):
 
 
 @pytest.mark.parametrize("anchors", [ANCHORS, ((0, 0), (1, 1))], ids=["blocks", "dense"])
-@pytest.mark.parametrize("method", AFTER_THE_PROMPT, ids=lambda method: type(method).__name__)
+@pytest.mark.parametrize("method", ONE_QUICK)
 def test_a_replay_after_eviction_is_a_step(method, anchors, monkeypatch):
     """Torch's own attention after eviction follows from the device as the kernels' does, so it can show the same."""
     as_where_kernels_run(monkeypatch)
@@ -149,7 +154,7 @@ def test_a_replay_after_eviction_is_a_step(method, anchors, monkeypatch):
     replays_equal_steps(tiny(anchors), 19, replays, monkeypatch, method, max_length=60, lengths=(23, 3, 16))
 
 
-@pytest.mark.parametrize("method", AFTER_THE_PROMPT, ids=lambda method: type(method).__name__)
+@pytest.mark.parametrize("method", ONE_QUICK)
 def test_between_two_growths_steps_are_replayed(method, monkeypatch):
     as_where_kernels_run(monkeypatch)
     monkeypatch.setattr(pod.PodCache, "expect", lambda cache, length: None)  # as where drafts go beyond the length
@@ -159,7 +164,7 @@ def test_between_two_growths_steps_are_replayed(method, monkeypatch):
     replays_equal_steps(tiny(ANCHORS), 19, replays, monkeypatch, method, lengths=(90, 70))
 
 
-@pytest.mark.parametrize("method", AFTER_THE_PROMPT, ids=lambda method: type(method).__name__)
+@pytest.mark.parametrize("method", ONE_QUICK)
 def test_a_cache_that_generate_tells_the_length_has_one_graph(method, monkeypatch):
     as_where_kernels_run(monkeypatch)
     method = type(method)(budget=40, **{"window": 4} if hasattr(method, "window") else {"query_aware": False})

@@ -28,6 +28,7 @@ def run_on_pretended_gpu(chosen: str) -> None:
     assert result.returncode == 0 and " passed" in result.stdout, result.stdout + result.stderr
 
 
+@pytest.mark.slow
 def test_attention_and_training():
     run_on_pretended_gpu("not generate and not fused")
 

@@ -158,6 +158,7 @@ for folder in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow  # deepspeed's imports
 def test_sharded_loading_raises_no_false_alarm_and_misses_none(whole, tmp_path):
     def poisoned(weights):
         weights[LAYER][3, 4] = float("nan")

@@ -57,7 +57,7 @@ def assert_rows_are_alone_what_they_are_together(model, make_cache, turns, atol=
 
 
 @pytest.mark.parametrize("turns", TURNS, ids=["two", "three"])
-@pytest.mark.parametrize("anchors", [DENSE, ANCHORS], ids=["dense", "blocks"])
+@pytest.mark.parametrize("anchors", [pytest.param(DENSE, marks=pytest.mark.slow), ANCHORS], ids=["dense", "blocks"])
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method(name, anchors, turns):
     model = build(anchors=anchors)

@@ -69,7 +69,14 @@ def mask_for(mask, more: int):
     return None if mask is None else torch.nn.functional.pad(mask, (0, more), value=1)
 
 
-@pytest.mark.parametrize("anchors", [SMALL[:2], SMALL, ((0, 0), (1, 1))], ids=["mixed", "blocks", "dense"])
+@pytest.mark.parametrize(
+    "anchors",
+    [
+        pytest.param(SMALL[:2], id="mixed", marks=pytest.mark.slow),
+        pytest.param(SMALL, id="blocks"),
+        pytest.param(((0, 0), (1, 1)), id="dense", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("name", [*METHODS, *COMBINED])
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(data=st.data())
@@ -113,7 +120,9 @@ def test_positions_equal_the_simulation(name, anchors, data):
     assert cache.nbytes() == sum(storage.untyped_storage().nbytes() for storage in cache.storages())
 
 
-@pytest.mark.parametrize("anchors", [SMALL, ((0, 0), (1, 1))], ids=["blocks", "dense"])
+@pytest.mark.parametrize(
+    "anchors", [SMALL, pytest.param(((0, 0), (1, 1)), marks=pytest.mark.slow)], ids=["blocks", "dense"]
+)
 @pytest.mark.parametrize("name", [*METHODS, *COMBINED])
 @settings(max_examples=4, deadline=None, derandomize=True)
 @given(data=st.data())

@@ -43,7 +43,9 @@ STORES = {
 }
 ALL = BY_SCORES | STORES | {"quest": lambda budget: Quest(budget, page_size=4, dense_layers=0)}
 EACH = [pytest.param(name, make, id=name) for name, make in ALL.items()]
-MODELS = pytest.mark.parametrize("anchors", [DENSE, ANCHORS], ids=["dense", "blocks"])
+MODELS = pytest.mark.parametrize(
+    "anchors", [pytest.param(DENSE, marks=pytest.mark.slow), ANCHORS], ids=["dense", "blocks"]
+)
 
 
 @pytest.mark.parametrize(
