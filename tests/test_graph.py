@@ -145,7 +145,9 @@ def replays_equal_steps(model, steps, replays, monkeypatch, method, **options):
     assert torch.equal(*further)
 
 
-@pytest.mark.parametrize("anchors", [ANCHORS, ((0, 0), (1, 1))], ids=["blocks", "dense"])
+@pytest.mark.parametrize(
+    "anchors", [ANCHORS, pytest.param(((0, 0), (1, 1)), marks=pytest.mark.slow)], ids=["blocks", "dense"]
+)
 @pytest.mark.parametrize("method", ONE_QUICK)
 def test_a_replay_after_eviction_is_a_step(method, anchors, monkeypatch):
     """Torch's own attention after eviction follows from the device as the kernels' does, so it can show the same."""
@@ -164,7 +166,8 @@ def test_between_two_growths_steps_are_replayed(method, monkeypatch):
     replays_equal_steps(tiny(ANCHORS), 19, replays, monkeypatch, method, lengths=(90, 70))
 
 
-@pytest.mark.parametrize("method", ONE_QUICK)
+@pytest.mark.slow
+@pytest.mark.parametrize("method", AFTER_THE_PROMPT, ids=lambda method: type(method).__name__)
 def test_a_cache_that_generate_tells_the_length_has_one_graph(method, monkeypatch):
     as_where_kernels_run(monkeypatch)
     method = type(method)(budget=40, **{"window": 4} if hasattr(method, "window") else {"query_aware": False})

@@ -189,7 +189,9 @@ class Followed:
 
 
 @pytest.mark.parametrize("method", [None, *EVICTIONS], ids=lambda method: type(method).__name__)
-@pytest.mark.parametrize("which", MODELS)
+@pytest.mark.parametrize(
+    "which", [MODELS[0], *(pytest.param(*one.values, id=one.id, marks=pytest.mark.slow) for one in MODELS[1:])]
+)
 def test_what_is_read_is_the_truth(which, method):
     spec = SPECS[1] if method is None or method.query_aware else SPECS[0]
     model, (ids, mask) = build(*which), left_padded((45, 31))
@@ -230,7 +232,7 @@ def test_bytes_are_freed_and_the_formula(which):
             assert kinds == {QuantizedSegments}  # no layer stays in full precision
 
 
-@pytest.mark.parametrize("max_length", [None, 330])
+@pytest.mark.parametrize("max_length", [None, pytest.param(330, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "method",
     [SnapKV(64, window=16), SnapKV(70, window=16), SnapKV(190, window=4), PyramidKV(150), AdaKV(150), TOVA(64), None],

@@ -38,7 +38,7 @@ def read(paths, field="text"):
 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
-@pytest.mark.parametrize("rows", [1, 255, 256, 257, 700])
+@pytest.mark.parametrize("rows", [1, 257, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (255, 256, 700))])
 def test_parquet_gives_what_json_lines_give(tmp_path, kind, rows):
     written = [f"row {number} é " * (number % 7 + 1) for number in range(rows)]
     table = pa.table({"id": range(rows), "content": pa.array(written, pa.string()).cast(kind)})

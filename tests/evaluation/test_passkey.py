@@ -260,6 +260,7 @@ def test_the_cascade_papers_protocol(ckpt, tmp_path, capsys):
     assert "200 tokens | 400 tokens" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_perplexity_script(ckpt, tmp_path):
     text = tmp_path / "text.py"
     text.write_text(TEXT)

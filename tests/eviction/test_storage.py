@@ -33,7 +33,7 @@ ALL += [PyramidKV(100, window=4), AdaKV(100, window=4), SageKV(100)]
 TIGHT = [SnapKV(16, window=4, kernel_size=3), H2O(16), TOVA(16), CAKE(16, window=4, kernel_size=3)]
 TIGHT += [PyramidKV(16, window=4, kernel_size=3), AdaKV(16, window=4, kernel_size=3), SageKV(16)]
 BOTH = [
-    pytest.param(("llama", "scores", DENSE), id="dense"),
+    pytest.param(("llama", "scores", DENSE), id="dense", marks=pytest.mark.slow),
     pytest.param(("llama", "scores", ANCHORS), id="blocks"),
     pytest.param(("qwen3", "keys", ANCHORS), id="blocks-keys", marks=pytest.mark.slow),
 ]
