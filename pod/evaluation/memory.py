@@ -179,12 +179,12 @@ class Inference:
         held = shape.hidden + q + 2 * k + self._handed  # normed input, q, k, v, anchors
         rotation = b * (held + 3 * q)
         distant = b * (q + k)
-        copies = b * 2 * k if shares or not isinstance(self.eviction, Eviction) else 0  # in storage order
         splits = 1 if self.fused else min(shape.kv_heads, shape.heads // shape.kv_heads)
         out = b * q
         if shares or splits > 1:
             # Sums in float32, log-sum-exps, and two pieces: the one that is added and the one before it.
             out = 4 * q + 12 * shape.heads + max(b * min(q, 2 * q // splits), b * (q + q // splits) if b < 4 else 0)
+        copies = 0
         if isinstance(self.eviction, ChainPolicy):
             copies += b * (2 * q + 2 * k)  # queries in storage order and rotated, keys and values behind the kept
         if isinstance(self.eviction, LMInfinite):
@@ -194,6 +194,8 @@ class Inference:
             sum(anchor == index for anchor in row) for index, row in enumerate(self.blocks.anchors.tolist())
         }:
             own = b * held + copies + (distant if anchors < shape.kv_heads else 0)
+            if 0 < anchors < shape.kv_heads or not isinstance(self.eviction, Eviction):
+                own += b * 2 * k  # keys and values in storage order
             scores = self._scores(batch, anchors) / (batch * self._tokens)
             most = max(most, own + out, own + b * q + scores)
         return batch * (b * self._streams + self._tokens * most)
