@@ -129,7 +129,7 @@ class PodCache(Cache):
         self._rows = Rows()
         self._left_out = 0  # columns of the open forward that are in no piece
         self._pieces = 0  # of the forward that is open, those that are not finished
-        self._is_cut = False  # there are several
+        self._is_cut = False  # its pieces have some of its columns each
         self._padding: tuple[int, Tensor] | None = None  # its first column, and with how many of padding it begins
         self._is_counted = True  # False while a forward is counted, and between its pieces
         self._dtype: torch.dtype | None = None  # of what the model computes
@@ -306,9 +306,9 @@ class PodCache(Cache):
         if rows.columns == 0:
             rows.reset(batch, inputs.device)
         pieces = self._storage.pieces(mask, count, inputs.device)
+        self._pieces, self._is_cut = len(pieces), pieces[0][0] is not None
         # Columns that are padding in every row are in no piece, but they count.
-        self._left_out = 0 if len(pieces) == 1 else count - sum(columns.shape[1] for columns, _ in pieces)
-        self._pieces, self._is_cut = len(pieces), len(pieces) > 1
+        self._left_out = count - sum(columns.shape[1] for columns, _ in pieces) if self._is_cut else 0
         self._padding = None if mask is None else (rows.columns, count - mask.sum(dim=1))
         return pieces
 

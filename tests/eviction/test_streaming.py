@@ -207,3 +207,17 @@ def test_generate_far_beyond_the_budget():
 def test_bad_values_are_named(kwargs, message):
     with pytest.raises(ValueError, match=message):
         StreamingLLM(**kwargs)
+
+
+@pytest.mark.parametrize("budget", [16, 0.9], ids=["tokens", "share"])
+def test_columns_that_are_padding_in_every_row_count(budget):
+    """The real tokens fit into one stride, which is fewer columns than the forward has."""
+    model, ids = build(), tokens(2, 20)
+    mask = torch.zeros(2, 20, dtype=torch.long)
+    mask[:, 16:] = 1
+    cache, alone = (pod.PodCache(model.config, eviction=StreamingLLM(budget, sinks=3, stride=4)) for _ in range(2))
+    logits = fed(model, cache, ids, mask)
+    assert cache.get_seq_length() == 20 and cache.has_padding
+    assert_close(logits[:, 16:], fed(model, alone, ids[:, 16:]))
+    new, mask = tokens(2, 3, seed=4), torch.nn.functional.pad(mask, (0, 3), value=1)
+    assert_close(fed(model, cache, new, mask, (1,) * 3), fed(model, alone, new, None, (1,) * 3))
