@@ -122,7 +122,7 @@ def runs_triton(states: Tensor) -> bool:
     if resolve_backend("auto", shapes) != "fused":
         return False
     reason = _obstacle(states)
-    if reason and os.environ.get(VARIABLE):
+    if reason and os.environ.get(VARIABLE) == "fused":
         raise ValueError(f"{VARIABLE}=fused cannot run here: {reason}")
     return not reason
 

@@ -125,12 +125,7 @@ class ChainStorage(Storage):
     def pieces(
         self, mask: Tensor | None, count: int, device: torch.device
     ) -> list[tuple[Tensor | None, Tensor | None]]:
-        if count <= self.method.at_once:
-            return [(None, mask)]
         return strides(mask, count, [self.method.at_once], device)
-
-    def takes_anchors(self, count: int) -> bool:
-        return False
 
     def begin(self, step: Step, inputs: Tensor, rotary: Rotary) -> None:
         held = self._state.positions[0] if self._layers else None

@@ -40,11 +40,7 @@ class RowRuns(Storage):
     ) -> list[tuple[Tensor | None, Tensor | None]]:
         if self.rows.budgets is None:
             self.take_share([count] * len(self.rows.seen) if mask is None else real_tokens(mask))
-        at_once = [self.method.with_budget(budget).at_once for budget in self.rows.budgets]
-        return [(None, mask)] if count <= min(at_once) else strides(mask, count, at_once, device)
-
-    def takes_anchors(self, count: int) -> bool:
-        return False
+        return strides(mask, count, [self.method.with_budget(budget).at_once for budget in self.rows.budgets], device)
 
     def take_share(self, tokens: list[int]) -> None:
         if self.in_prefill:

@@ -24,9 +24,6 @@ class Step:
         positions: [B, T] int64, the position of each new token in its row, -1 for padding.
         before: [B] int64, real tokens of each row before the forward.
         seen, new: [B] the same on the host, and how many of the new ones are real.
-        length: the longest row after it.
-        even: every row has the same tokens, none of the new ones padding.
-        all_real: none of the new tokens is padding.
         is_first: the cache was empty.
         in_prefill: it is one of several forwards that are one prefill.
         masks: what the layers' attention has in common.
@@ -37,14 +34,26 @@ class Step:
     before: Tensor
     seen: list[int]
     new: list[int]
-    length: int
-    even: bool
-    all_real: bool
     is_first: bool
     in_prefill: bool
     masks: Masks = field(default_factory=dict)
     read: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     _near: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    @cached_property
+    def length(self) -> int:
+        """Tokens of the longest row after it."""
+        return max(map(sum, zip(self.seen, self.new, strict=True)))
+
+    @cached_property
+    def all_real(self) -> bool:
+        """None of the new tokens is padding."""
+        return min(self.new) == self.positions.shape[1]
+
+    @cached_property
+    def even(self) -> bool:
+        """Every row has the same tokens, none of the new ones padding."""
+        return self.all_real and len(set(self.seen)) == 1
 
     # Finding indices waits for the device: once in a forward, not in each of its layers.
 
@@ -187,17 +196,13 @@ class Rows:
                     "left of all chunks, or feed this one after cache.prefill() is closed"
                 )
         positions = self.lengths[:, None] + torch.arange(count, device=self.lengths.device)
-        all_real = min(new) == count
-        if not all_real:
+        if min(new) < count:
             positions = (positions - (count - mask.sum(dim=1))[:, None]).masked_fill(~mask, -1)
         return Step(
             positions,
             self.lengths.clone(),
             self.seen,
             new,
-            length=max(map(sum, zip(self.seen, new, strict=True))),
-            even=all_real and len(set(self.seen)) == 1,
-            all_real=all_real,
             is_first=self.columns == 0,
             in_prefill=in_prefill,
         )
@@ -261,7 +266,7 @@ def real_tokens(mask: Tensor) -> list[int]:
 def strides(
     mask: Tensor | None, count: int, stride: list[int], device: torch.device
 ) -> list[tuple[Tensor, Tensor | None]]:
-    """Cut a forward into strides, counted in each row from its first real token.
+    """Cut a forward that is longer than a stride into strides, counted in each row from its first real token.
 
     A left-padded row is thereby cut as it would be alone.
 
@@ -271,12 +276,14 @@ def strides(
         stride: [B or 1] queries of one piece.
 
     Returns:
-        For each piece its columns [B or 1, n] int64, each row's right-aligned, and which of them are real
-        [B, n] bool, None when all are.
+        For each piece its columns [B or 1, n] int64, each row's right-aligned, None where it is not cut, and which of
+        them are real [B, n] bool, None when all are.
 
     Raises:
         ValueError: there is padding other than on the left.
     """
+    if count <= min(stride):
+        return [(None, mask)]
     real = torch.tensor([count] if mask is None else real_tokens(mask))
     pieces, stride = [], torch.tensor(stride)
     for number in range(max(1, int((-(-real // stride)).max()))):

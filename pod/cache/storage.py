@@ -75,9 +75,9 @@ class Storage(ABC):
     ) -> list[tuple[Tensor | None, Tensor | None]]:
         """Cut a forward into what can be processed at once; see `PodCache.open`."""
 
-    @abstractmethod
     def takes_anchors(self, count: int) -> bool:
         """Whether `attend` needs the running anchors' queries and keys in a forward of `count` tokens."""
+        return False
 
     @abstractmethod
     def begin(self, step: Step, inputs: Tensor, rotary: Rotary) -> None:
@@ -153,8 +153,8 @@ class Storage(ABC):
         )
 
     def crop(self, removed: int) -> None:
-        """Forget `removed` positions of each row, whose lengths the cache has lowered already."""
-        raise NotImplementedError
+        """Forget `removed` positions of each row, whose lengths the cache has lowered already, after `check_crop`."""
+        self.check_crop(removed)  # which refuses, where this is not redefined
 
     @abstractmethod
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:

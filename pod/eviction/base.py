@@ -144,7 +144,6 @@ class Eviction(Method):
         scores_stay: with their tokens, where a further eviction finds them. "sum": those of every query are added, and
             the budget has no part in them. "prefill": a prefill's decide at steps too; a new token's is 0, and what a
             step scores is added for that step only. None: every eviction scores anew.
-        has_preference: layers share the budget by what `preference` says of them.
         per_layer: all KV heads anchored in a layer keep the same positions.
     """
 
@@ -154,7 +153,6 @@ class Eviction(Method):
     positions: ClassVar[str] = "absolute"
     when: ClassVar[int] = 0
     scores_stay: ClassVar[Literal["sum", "prefill"] | None] = None
-    has_preference: ClassVar[bool] = False
     per_layer: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -191,9 +189,17 @@ class Eviction(Method):
             [B, A, N] float32.
         """
 
-    def preference(self, seen: Observation) -> Tensor:
-        """[B] how much a layer wants of a budget that layers share, by the queries of the `protected` last tokens."""
-        raise NotImplementedError(f"{type(self).__name__} has_preference, so it must define preference")
+    def preference(self, seen: Observation) -> Tensor | None:
+        """[B] how much a layer wants of a budget that layers share, by the queries of the `protected` last tokens.
+
+        None, and not asked for, where a method leaves this as it is.
+        """
+        return None
+
+    @property
+    def has_preference(self) -> bool:
+        """The method defines `preference`."""
+        return type(self).preference is not Eviction.preference
 
     def allocate(self, sharing: Sharing) -> list[list[list[int]]]:
         """How many tokens each layer and KV head may keep, those always kept included.

@@ -50,7 +50,6 @@ class CAKE(Eviction):
     tau2: float = 1.0
 
     when: ClassVar[int] = 1
-    has_preference: ClassVar[bool] = True
     # By model and tokens per layer.
     PRESETS: ClassVar[dict[str, dict[str, float]]] = {
         "llama-3.1-8b-1024": {"tau1": 1.6, "tau2": 0.4},

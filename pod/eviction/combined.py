@@ -44,9 +44,9 @@ class Combined(Eviction):
             )
         for name in ("when", "scores_stay", "per_layer"):
             object.__setattr__(self, name, getattr(self.scorer, name))
-        object.__setattr__(self, "has_preference", self.allocator.has_preference)
 
     observed = property(lambda self: self.scorer.observed)
+    has_preference = property(lambda self: self.allocator.has_preference)
     threshold = property(lambda self: self.scorer.threshold)
 
     def protected(self, groups: int = 1) -> int:

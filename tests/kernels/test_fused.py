@@ -475,6 +475,7 @@ def test_classes_of_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_entries_of_the_table_are_whole() -> None:
+    assert dispatch.NAMES == tuple(attention.BACKENDS)
     for shapes, winner in dispatch.WINNERS.items():
         assert winner.backend in attention.BACKENDS and shapes.length in dispatch.LENGTHS
         assert len(winner.date) == 10 and len(winner.commit) >= 7, shapes
