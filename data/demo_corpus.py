@@ -9,8 +9,8 @@ A sample depends on its index alone, never on the worker that makes it.
 
     python data/demo_corpus.py --out prepared/demo --length 1024 --samples 20000 --validation-samples 200 --seed 0
 
-writes a prepared directory (see `pod/prepared.py`): bytes as tokens, training samples from the training modules and
-validation samples from the held-out ones.
+writes a prepared directory (see `pod/data/prepared.py`): bytes as tokens, training samples from the training modules
+and validation samples from the held-out ones.
 """
 
 import argparse
@@ -198,7 +198,7 @@ def write_corpus(
     import numpy as np
     from tqdm import tqdm
 
-    from pod.sample_writer import SampleWriter
+    from pod.data.sample_writer import SampleWriter
 
     if length < 128:
         raise ValueError(f"--length {length}: key lines need at least 128 bytes")

@@ -28,16 +28,16 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 import pod
+from pod.data.prepared import PreparedData
 from pod.evaluation import models, report
 from pod.evaluation.passkey import DIGITS, PassKey, generate_greedily, passkey_accuracy, passkey_prompts
 from pod.evaluation.perplexity import decoder_states, perplexity
 from pod.evaluation.texts import prepared
-from pod.exit_status import exit_status
 from pod.export import export
 from pod.fit import fit
-from pod.prepared import PreparedData
-from pod.recipe import Recipe, output_folder, schema, steps
-from pod.recipe_loading import load_recipe
+from pod.recipe.loading import load_recipe
+from pod.recipe.schema import Recipe, output_folder, schema, steps
+from pod.terminal import exit_status
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))
 from demo_corpus import held_out_text, write_corpus  # noqa: E402

@@ -31,12 +31,12 @@ from pod.evaluation import models, report
 from pod.evaluation.passkey import generate_greedily, passkey_accuracy
 from pod.evaluation.perplexity import perplexity
 from pod.evaluation.texts import prepared
-from pod.exit_status import exit_status
 from pod.export import export
 from pod.files import read_json
 from pod.fit import fit
-from pod.recipe import Recipe, output_folder
-from pod.recipe_loading import load_recipe
+from pod.recipe.loading import load_recipe
+from pod.recipe.schema import Recipe, output_folder
+from pod.terminal import exit_status
 from pod_kernels import SkipStats
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))

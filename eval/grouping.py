@@ -21,7 +21,7 @@ from pod.evaluation import command, models, report
 from pod.evaluation.passkey import generate_greedily, passkey_accuracy, passkey_prompts
 from pod.evaluation.perplexity import perplexity
 from pod.evaluation.texts import prepared
-from pod.exit_status import exit_status
+from pod.terminal import exit_status
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))
 from demo_corpus import held_out_text  # noqa: E402

@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 
 from pod.evaluation import command, longbench, metrics, models, report, runner
-from pod.exit_status import exit_status
-from pod.weights import weights_hash
+from pod.model.weights import weights_hash
+from pod.terminal import exit_status
 
 
 def run(options: argparse.Namespace) -> None:

@@ -26,12 +26,12 @@ from pod import eviction as methods
 from pod.evaluation import command, report
 from pod.evaluation.memory import Inference, even_blocks, measured_batch
 from pod.evaluation.models import parameters_of
-from pod.exit_status import exit_status
-from pod.families import FAMILIES, pod_config
 from pod.files import check_writable, read_json
-from pod.plan import GPUS
-from pod.shape import KNOWN_CONFIGS, Shape
-from pod.training_memory import RESERVED
+from pod.model.families import FAMILIES, pod_config
+from pod.model.shape import KNOWN_CONFIGS, Shape
+from pod.terminal import exit_status
+from pod.training.memory import RESERVED
+from pod.training.plan import GPUS
 
 SHORT_NAMES = {
     name.split("/")[-1].lower().removeprefix("meta-").replace("llama-", "llama"): name for name in KNOWN_CONFIGS

@@ -22,8 +22,8 @@ from transformers import PreTrainedTokenizerBase
 
 from pod.evaluation import command, models, report, runner
 from pod.evaluation.texts import read_text
-from pod.exit_status import exit_status
-from pod.weights import weights_hash
+from pod.model.weights import weights_hash
+from pod.terminal import exit_status
 
 NEEDLE = "\nThe best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day.\n"
 KEY_WORDS = ("eat", "sandwich", "sit", "dolores", "park", "sunny", "day")

@@ -29,8 +29,8 @@ from pod.evaluation.haystack import ADJECTIVES, NOUNS
 from pod.evaluation.models import by_row, label_of, parameters_of
 from pod.evaluation.passkey import PHRASES, generate_greedily, passkey_accuracy, passkey_prompts
 from pod.evaluation.texts import read_text
-from pod.exit_status import exit_status
 from pod.files import check_writable
+from pod.terminal import exit_status
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))
 from demo_corpus import held_out_text  # noqa: E402

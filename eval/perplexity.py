@@ -24,14 +24,14 @@ import torch
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase
 
 from pod import eviction
+from pod.data.prepared import PreparedData
+from pod.data.tokenizer import check_tokenizer, check_vocabulary
 from pod.evaluation import command, models, report
 from pod.evaluation.models import by_row, label_of, parameters_of
 from pod.evaluation.perplexity import Perplexity, check_streamed, perplexity
 from pod.evaluation.texts import prepared, read_text, stretches, token_ids
-from pod.exit_status import exit_status
 from pod.files import check_writable
-from pod.prepared import PreparedData
-from pod.tokenizer import check_tokenizer, check_vocabulary
+from pod.terminal import exit_status
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))
 from demo_corpus import held_out_text  # noqa: E402

@@ -19,8 +19,8 @@ from typing import Any
 from pod import eviction as methods
 from pod.evaluation import command, report
 from pod.evaluation.longbench import CATEGORIES
-from pod.exit_status import exit_status
 from pod.files import check_writable, read_json
+from pod.terminal import exit_status
 
 SCORES = (*CATEGORIES, "PoD average")
 HEADINGS = ("SQA", "MQA", "Summ", "Few-shot", "Code", "Avg.")

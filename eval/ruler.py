@@ -22,8 +22,8 @@ from pod.evaluation import command, models, passkey, questions, report, ruler, r
 from pod.evaluation.haystack import Haystack
 from pod.evaluation.ruler_tasks import TASKS
 from pod.evaluation.texts import read_text
-from pod.exit_status import exit_status
-from pod.weights import weights_hash
+from pod.model.weights import weights_hash
+from pod.terminal import exit_status
 
 
 def run(options: argparse.Namespace) -> None:

@@ -49,8 +49,8 @@ from pod.evaluation.speed_goals import goals, winner_lines
 from pod.evaluation.speed_setting import SETTINGS, Setting, shared_blocks
 from pod.evaluation.speed_works import POD_CUDNN, SHORTEST, SUITES, decode_after_eviction, prefill
 from pod.evaluation.timing import BYTES, OPERATIONS, SCALE
-from pod.exit_status import exit_status
 from pod.files import check_writable
+from pod.terminal import exit_status
 
 LENGTHS = {
     "cpu": {"attention": [2048], "decode": [8192, 16_384], "prefill": [4096], "cache": [16_384], "end-to-end": [2048]},

@@ -28,9 +28,9 @@ from pod.evaluation.models import label_of
 from pod.evaluation.passkey import PHRASES, generate_greedily, passkey_accuracy, passkey_prompts
 from pod.evaluation.perplexity import check_streamed, perplexity
 from pod.evaluation.texts import read_text, stretches, token_ids
-from pod.exit_status import exit_status
 from pod.files import check_writable, read_json
-from pod.weights import weights_hash
+from pod.model.weights import weights_hash
+from pod.terminal import exit_status
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))
 from demo_corpus import held_out_text  # noqa: E402

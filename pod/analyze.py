@@ -18,14 +18,14 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from pod.blocks import LayerBlocks
-from pod.exit_status import exit_status
+from pod.data.prepared import PreparedData, PreparedDataset
+from pod.data.tokenizer import check_vocabulary
 from pod.files import check_writable, replacing
-from pod.prepared import PreparedData, PreparedDataset
-from pod.recipe import Recipe, output_folder
-from pod.recipe_loading import main_recipe
+from pod.recipe.loading import main_recipe
+from pod.recipe.schema import Recipe, output_folder
 from pod.similarity import attention_similarity, plot_similarity
-from pod.stock import first_config, load_stock
-from pod.tokenizer import check_vocabulary
+from pod.terminal import exit_status
+from pod.training.base_model import first_config, load_stock
 
 
 def analyze(recipe: Recipe) -> LayerBlocks:

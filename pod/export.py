@@ -25,13 +25,13 @@ from transformers import (
 )
 
 from pod.blocks import LayerBlocks
-from pod.exit_status import exit_status
-from pod.families import pod_config
+from pod.data.tokenizer import load_tokenizer
 from pod.files import SUMS, locked, naming, opening, publish, read_sums, write_sums
-from pod.lora import merge
-from pod.stock import first_config
-from pod.tokenizer import load_tokenizer
-from pod.weights import load_causal_lm
+from pod.model.families import pod_config
+from pod.model.weights import load_causal_lm
+from pod.terminal import exit_status
+from pod.training.adapters import merge
+from pod.training.base_model import first_config
 
 CARD = """---
 library_name: pod-attention
@@ -85,7 +85,7 @@ def load_checkpoint(path: Path) -> tuple[dict, Path]:
     Raises:
         ValueError: there is none, or it is damaged.
     """
-    from pod.checkpoints import checkpoints, is_whole, last_checkpoint  # brings lightning
+    from pod.training.checkpoints import checkpoints, is_whole, last_checkpoint  # brings lightning
 
     file: Path | None = path
     if path.is_dir() and path.suffix != ".ckpt":
@@ -174,8 +174,8 @@ def tokenizer_of(run: Path, base: str | None) -> PreTrainedTokenizerBase | None:
     Raises:
         ValueError: the run's recipe cannot be read, or the tokenizer that it names cannot.
     """
-    from pod.recipe import RecipeError  # brings omegaconf
-    from pod.recipe_loading import read_recipe
+    from pod.recipe.loading import read_recipe
+    from pod.recipe.schema import RecipeError  # brings omegaconf
 
     recipe = run / "recipe.yaml"
     try:

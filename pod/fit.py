@@ -38,19 +38,18 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from pod.analyze import analyze
 from pod.blocks import LayerBlocks
-from pod.checkpoints import Checkpoints, SaveAtEnd, TimeLimit, WholeFiles, check_blocks, resume_from
-from pod.data import PodDataModule
-from pod.exit_status import exit_status
+from pod.data.tokenizer import check_tokenizer, check_vocabulary, load_tokenizer
 from pod.files import check_writable, locked, naming, opening, replacing
-from pod.module import PodModule
-from pod.plan import show_plan
-from pod.recipe import Recipe, accumulate, output_folder, steps, warmup_steps
-from pod.recipe_loading import main_recipe, save
-from pod.stock import first_config
-from pod.strategy import UlyssesDeepSpeedStrategy
-from pod.terminal import Stopped
-from pod.tokenizer import check_tokenizer, check_vocabulary, load_tokenizer
-from pod.weights import load_causal_lm
+from pod.model.weights import load_causal_lm
+from pod.recipe.loading import main_recipe, save
+from pod.recipe.schema import Recipe, accumulate, output_folder, steps, warmup_steps
+from pod.terminal import Stopped, exit_status
+from pod.training.base_model import first_config
+from pod.training.checkpoints import Checkpoints, SaveAtEnd, TimeLimit, WholeFiles, check_blocks, resume_from
+from pod.training.data import PodDataModule
+from pod.training.module import PodModule
+from pod.training.plan import show_plan
+from pod.training.strategy import UlyssesDeepSpeedStrategy
 
 
 class MetricsWriter(ExperimentWriter):

@@ -25,7 +25,7 @@ from pod.evaluation.command import add_eviction
 from pod.evaluation.models import as_pod, asks_apart, load, read_context
 from pod.evaluation.runner import Request, question_tokens
 from pod.evaluation.texts import read_text
-from pod.exit_status import exit_status
+from pod.terminal import exit_status
 from pod_kernels import Quantization
 
 # What torch says where there is no memory, or where a size in bytes is no number of 64 bits any more.

@@ -1,13 +1,15 @@
-"""What the commands have in common on a terminal: which warnings are left out, how they end when interrupted."""
+"""What the commands have in common on a terminal: which warnings are left out, how they end."""
 
 import logging
 import re
+import shlex
 import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from typing import Any
 
 INTERRUPTED = 128 + signal.SIGINT  # the exit status that shells give to a command that Ctrl-C ended
 
@@ -83,5 +85,27 @@ def as_command(main: Callable[..., int]) -> Callable[..., int]:
                 raise
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
+
+    return run
+
+
+def exit_status(main: Callable[..., int | None]) -> Callable[..., int]:
+    """`main` of a command, with an exit status: its own, 0 where it has none, or 2 after `error: ...` on stderr.
+
+    One whose training a signal stopped goes on when it is called again: its last line says so.
+    """
+
+    @as_command
+    @wraps(main)
+    def run(*arguments: Any) -> int:
+        try:
+            return main(*arguments) or 0
+        except (ValueError, OSError, ImportError) as error:
+            # Other libraries' messages have several lines.
+            print("error:", *map(str.strip, str(error).splitlines()), file=sys.stderr)
+            return 2
+        except Stopped as stopped:
+            print(f"{stopped}; go on with: python {shlex.join(sys.orig_argv[1:])}", flush=True)
+            return stopped.code
 
     return run

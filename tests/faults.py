@@ -47,19 +47,19 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))
 
 import numpy as np
-import prepare
 import torch
 from scripts import script
 from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaConfig
 
-import pod.checkpoints
+import pod.data.sample_writer
 import pod.export
 import pod.fit
-import pod.sample_writer
+import pod.training.checkpoints
+from pod import prepare
+from pod.data.prepared import PreparedData
 from pod.evaluation.runner import Predictions
 from pod.files import write_sums
-from pod.module import PodModule
-from pod.prepared import PreparedData
+from pod.training.module import PodModule
 
 STEPS, ACCUMULATE, MICRO, LENGTH = 12, 2, 2, 128
 CHECKPOINT_EVERY = 2
@@ -311,7 +311,7 @@ class Fit(Stage):
 
     def after_kill(self, folder: Path) -> None:
         for path in (folder / "run").glob("*/step=*.ckpt"):
-            check(pod.checkpoints.is_whole(path), f"{path} is half a checkpoint under a whole one's name")
+            check(pod.training.checkpoints.is_whole(path), f"{path} is half a checkpoint under a whole one's name")
         for name in ("blocks.json", "recipe.yaml"):
             path = folder / "run" / name
             check(not path.exists() or path.read_bytes().endswith(b"\n"), f"{path} is cut short")
@@ -470,7 +470,7 @@ def main(arguments: list[str]) -> int:
     if options.keep is not None:
         options.keep.mkdir(parents=True)
     root = (options.keep or Path(tempfile.mkdtemp(prefix="faults-"))).resolve()
-    pod.sample_writer.SHARD_BYTES = 2 * LENGTH * 500  # several shards of little text
+    pod.data.sample_writer.SHARD_BYTES = 2 * LENGTH * 500  # several shards of little text
     began = time.monotonic()
     try:
         (root / "reference").mkdir()

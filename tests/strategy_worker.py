@@ -79,8 +79,8 @@ def draw_adapters(model):
 
 def train(run, spec):
     import pod
-    from pod.data import PodDataModule
-    from pod.module import PodModule
+    from pod.training.data import PodDataModule
+    from pod.training.module import PodModule
 
     class Module(PodModule):
         kept = {}  # what the first forward saved for its backward, by address

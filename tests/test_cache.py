@@ -958,13 +958,13 @@ def waits(monkeypatch):
     """The waits of each forward of the models' layers and of what the cache does for it, one list each."""
     forwards: list[list[str]] = []
 
-    def watched(self, *args, forward=pod.model.PodModel.forward, **kwargs):
+    def watched(self, *args, forward=pod.model.decoder.PodModel.forward, **kwargs):
         with Waits() as mode:
             output = forward(self, *args, **kwargs)
         forwards.append(mode.found)
         return output
 
-    monkeypatch.setattr(pod.model.PodModel, "forward", watched)
+    monkeypatch.setattr(pod.model.decoder.PodModel, "forward", watched)
     return forwards
 
 

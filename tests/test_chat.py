@@ -3,14 +3,14 @@
 import json
 from pathlib import Path
 
-import chat
 import numpy as np
-import prepare
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from pod.prepared import PreparedData, PreparedDataset
+from pod import prepare
+from pod.data import chat
+from pod.data.prepared import PreparedData, PreparedDataset
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -115,7 +115,7 @@ def test_bytes_have_the_same_turns():
 @pytest.mark.parametrize("one_document", [False, True])
 def test_labels_of_prepared_chats(tokenizer, tmp_path, monkeypatch, one_document):
     """Packed and cut into samples, over several shards and two processes: each label is where the chat's mark is."""
-    monkeypatch.setattr("pod.sample_writer.SHARD_BYTES", 2 * 16 * 2)
+    monkeypatch.setattr("pod.data.sample_writer.SHARD_BYTES", 2 * 16 * 2)
     source = write(tmp_path / "chats.jsonl", CHATS)
     options = {"tokenizer": str(tokenizer), "sequence_length": 16, "held_out": 0.0, "chat": True, "num_proc": 2}
     report = prepare.prepare([str(source)], tmp_path / "out", **options, one_document=one_document)

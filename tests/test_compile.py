@@ -6,7 +6,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import pod
-from pod.module import PodModule
+from pod.training.module import PodModule
 from pod_kernels import opaque, shared_score_attention
 from pod_kernels.problem import Problem
 

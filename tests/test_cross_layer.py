@@ -7,9 +7,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 
 import pod
 from pod.export import rebuild
-from pod.module import PodModule
-from pod.recipe import RecipeError
-from pod.recipe_loading import load_recipe
+from pod.recipe.loading import load_recipe
+from pod.recipe.schema import RecipeError
+from pod.training.module import PodModule
 
 LAYERS, HEADS, KV_HEADS, DIM, VOCAB = 4, 4, 2, 8, 61
 FIELDS = {

@@ -1,4 +1,4 @@
-"""Prepared data: the format's round trip, `data/prepare.py`, and a DataModule that resumes exactly."""
+"""Prepared data: the format's round trip, `python -m pod.prepare`, and a DataModule that resumes exactly."""
 
 import gzip
 import hashlib
@@ -13,14 +13,14 @@ from types import SimpleNamespace
 
 import lightning
 import numpy as np
-import prepare
 import pytest
 import torch
 from transformers import ByT5Tokenizer
 
-from pod.data import PodDataModule
-from pod.prepared import PreparedData, PreparedDataset, collate
-from pod.sample_writer import SampleWriter
+from pod import prepare
+from pod.data.prepared import PreparedData, PreparedDataset, collate
+from pod.data.sample_writer import SampleWriter
+from pod.training.data import PodDataModule
 
 SCRIPT = Path(__file__).parents[1] / "data" / "prepare.py"
 
@@ -415,7 +415,7 @@ def test_workers_end_with_the_iterator(prepared):
 
 def test_ranks_share_the_steps_of_one_process(prepared):
     """Four samples a step: one process with 4, or two with 2 each, see the same samples in each step."""
-    from pod.data import ResumableLoader, ResumableSampler
+    from pod.training.data import ResumableLoader, ResumableSampler
 
     dataset = PreparedDataset(prepared)
     loaders = []
@@ -429,7 +429,7 @@ def test_ranks_share_the_steps_of_one_process(prepared):
 
 
 def sampled(dataset, accumulation, ranks=1, start=0):
-    from pod.data import ResumableSampler
+    from pod.training.data import ResumableSampler
 
     samplers = [ResumableSampler(dataset, 1, ranks, rank, 3, accumulation=accumulation) for rank in range(ranks)]
     for sampler in samplers:
@@ -495,7 +495,7 @@ def test_a_position_in_other_data_is_refused(prepared, tmp_path):
 
 
 def test_clear_errors(prepared, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"python data/prepare.py --source PATH --out .*nowhere"):
+    with pytest.raises(FileNotFoundError, match=r"python -m pod.prepare --source PATH --out .*nowhere"):
         module(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="sequence_length is 16, but .* was prepared with 8"):
         module(prepared, sequence_length=16)

@@ -6,7 +6,7 @@ import demo_corpus
 import numpy as np
 import pytest
 
-from pod.prepared import PreparedData, PreparedDataset
+from pod.data.prepared import PreparedData, PreparedDataset
 
 
 @pytest.fixture(scope="module")

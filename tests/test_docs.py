@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import pod
 import pod_kernels
-from pod.recipe_loading import recipes
+from pod.recipe.loading import recipes
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
@@ -277,7 +277,12 @@ def test_the_tree_names_what_is_there():
     assert pages <= named, f"not in the README's tree: {sorted(pages - named)}"
 
 
-@pytest.mark.parametrize("folder", ["pod", "pod/cache", "pod/evaluation", "pod/eviction", "kernels/pod_kernels"])
+PACKAGES = sorted(
+    str(file.parent.relative_to(ROOT)) for top in ("pod", "kernels") for file in (ROOT / top).rglob("__init__.py")
+)
+
+
+@pytest.mark.parametrize("folder", PACKAGES)
 def test_a_package_says_what_its_files_are(folder):
     said = ast.get_docstring(ast.parse((ROOT / folder / "__init__.py").read_text(encoding="utf-8")))
     named = {name for line in said.splitlines() for name in re.match(r"(?:[\w/]+\.py(?:, )?)*", line)[0].split(", ")}

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import demo_corpus
 import numpy as np
-import prepare
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -25,12 +24,12 @@ from scripts import ROOT, save, script, tiny_llama
 from transformers import AutoModelForCausalLM
 
 import pod
-from pod import analyze, export, fit, generate
-from pod.checkpoints import is_whole, last_checkpoint
+from pod import analyze, export, fit, generate, prepare
+from pod.data.prepared import PreparedData
+from pod.data.sample_writer import SampleWriter
 from pod.files import check_sums, check_writable, locked, naming, publish, read_json, replacing
-from pod.prepared import PreparedData
-from pod.recipe_loading import load_recipe
-from pod.sample_writer import SampleWriter
+from pod.recipe.loading import load_recipe
+from pod.training.checkpoints import is_whole, last_checkpoint
 
 LENGTH = 64
 

@@ -30,16 +30,16 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, pi
 import pod
 from pod.analyze import main as analyze_main
 from pod.blocks import LayerBlocks
-from pod.checkpoints import is_whole, last_checkpoint
-from pod.data import PodDataModule
+from pod.data.prepared import PreparedDataset
+from pod.data.sample_writer import SampleWriter
 from pod.export import export, load_checkpoint, measured, rebuild
 from pod.fit import StepsBar, fit, has_wandb_key, loggers, main
-from pod.module import PodModule
-from pod.prepared import PreparedDataset
-from pod.recipe import RecipeError
-from pod.recipe_loading import load_recipe
-from pod.sample_writer import SampleWriter
+from pod.recipe.loading import load_recipe
+from pod.recipe.schema import RecipeError
 from pod.terminal import NOISE
+from pod.training.checkpoints import is_whole, last_checkpoint
+from pod.training.data import PodDataModule
+from pod.training.module import PodModule
 
 ROOT = Path(__file__).parent.parent
 CONFIG = {
@@ -128,7 +128,7 @@ def test_the_device_is_asked_for_numbers_at_logged_steps_only(prepared, tmp_path
         lambda self, trainer, module: shown.append(trainer.global_step) or metrics(self, trainer, module),
     )
     ticks = itertools.count()
-    monkeypatch.setattr("pod.module.time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+    monkeypatch.setattr("pod.training.module.time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
     changes = ["trainer.max_steps=5", "trainer.log_every=2", "trainer.validate_every=100"]
     fit(load_recipe([f"recipe={recipe_file(tmp_path, prepared)}", *changes]))
     assert logged and all(isinstance(value, torch.Tensor) and value.device.type == "cpu" for value in logged)
@@ -802,7 +802,7 @@ def test_an_export_without_a_tokenizer_says_so(trained, tmp_path, capsys):
 
 def test_public_names_are_loaded_when_used():
     assert pod.PodDataModule is PodDataModule
-    assert pod.PodModule.__module__ == "pod.module"
+    assert pod.PodModule.__module__ == "pod.training.module"
     with pytest.raises(AttributeError, match="no attribute 'PodModul'"):
         pod.PodModul  # noqa: B018
 

@@ -4,20 +4,19 @@ import json
 import re
 from pathlib import Path
 
-import prepare
 import pytest
-import sources
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import pod
-from pod import eviction
+from pod import eviction, prepare
+from pod.data import sources
+from pod.data.prepared import PreparedData, PreparedDataset
+from pod.data.sample_writer import SampleWriter
 from pod.fit import check_devices, check_logger
-from pod.plan import make_plan
-from pod.prepared import PreparedData, PreparedDataset
-from pod.recipe import RecipeError
-from pod.recipe_loading import load_recipe, save
-from pod.sample_writer import SampleWriter
+from pod.recipe.loading import load_recipe, save
+from pod.recipe.schema import RecipeError
+from pod.training.plan import make_plan
 
 ROOT = Path(__file__).parent.parent
 QUICK = settings(max_examples=120, deadline=None)

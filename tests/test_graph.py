@@ -1,4 +1,4 @@
-"""pod.graph without a GPU: a replay is a step with the host's numbers of the captured one, and must still be right."""
+"""pod.model.graph without a GPU: a replay is a step with the host's numbers of the captured one, and still right."""
 
 import pytest
 import torch
@@ -7,10 +7,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pod
-from pod import graph
-from pod import model as models
 from pod.cache import slots as slot_storage
 from pod.eviction import H2O, AdaKV, PyramidKV, SageKV, SnapKV
+from pod.model import decoder as models
+from pod.model import graph
 
 splits = pytest.importorskip("pod_kernels.splits", reason="triton is not installed")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -8,9 +8,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 
 import pod
 from pod.export import rebuild
-from pod.lora import add_adapters, merge, without_adapters
-from pod.loss import shifted
-from pod.module import PodModule
+from pod.training.adapters import add_adapters, merge, without_adapters
+from pod.training.loss import shifted
+from pod.training.module import PodModule
 
 SIZES = {
     "vocab_size": 60,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pod.loss import chunked_cross_entropy, chunked_distillation, shifted
+from pod.training.loss import chunked_cross_entropy, chunked_distillation, shifted
 
 
 def sample(batch=2, length=37, hidden=16, vocab=31, dtype=torch.float32):

@@ -8,10 +8,11 @@ import json
 import struct
 import zlib
 
-import mds
 import numpy as np
 import pytest
 import xxhash
+
+from pod.data import mds
 
 COLUMNS = ("input_ids", "indices")
 

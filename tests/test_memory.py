@@ -4,10 +4,10 @@ import pytest
 import torch
 from test_sequence_parallel import model_of
 
-import pod.offload
+import pod.model.offload
 from pod.blocks import LayerBlocks
-from pod.families import convert
-from pod.offload import kept_on_cpu
+from pod.model.families import convert
+from pod.model.offload import kept_on_cpu
 
 
 def gradients(model, ids):
@@ -55,12 +55,12 @@ def test_offloaded_checkpoints_are_exact_and_copied_once(reentrant, ids, monkeyp
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     copied = []
 
-    class Counted(pod.offload.StorageWeakRef):
+    class Counted(pod.model.offload.StorageWeakRef):
         def __init__(self, storage):
             copied.append(storage.nbytes())
             super().__init__(storage)
 
-    monkeypatch.setattr(pod.offload, "StorageWeakRef", Counted)
+    monkeypatch.setattr(pod.model.offload, "StorageWeakRef", Counted)
     model.model.offload_checkpoints = True
     assert_same(gradients(model, ids), wanted)
     # Four layers' inputs [2, 13, 24], and of two blocks the anchors' queries [2, 2, 13, 6] and keys [2, 13, 6].

@@ -32,7 +32,7 @@ from transformers import (
 )
 
 import pod
-from pod.sequence_parallel import SequenceShard
+from pod.model.sequence_parallel import SequenceShard
 from pod.similarity import attention_similarity
 
 ROOT = Path(__file__).parents[1]

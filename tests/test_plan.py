@@ -15,22 +15,22 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pod.blocks import LayerBlocks
-from pod.config import PodLlamaConfig, PodMistralConfig, PodPhi3Config, PodQwen2Config, PodQwen3Config
-from pod.families import (
+from pod.fit import main
+from pod.model.config import PodLlamaConfig, PodMistralConfig, PodPhi3Config, PodQwen2Config, PodQwen3Config
+from pod.model.families import (
     PodLlamaForCausalLM,
     PodMistralForCausalLM,
     PodPhi3ForCausalLM,
     PodQwen2ForCausalLM,
     PodQwen3ForCausalLM,
 )
-from pod.fit import main
-from pod.loss import chunked_cross_entropy, chunked_distillation
-from pod.module import PodModule
-from pod.plan import make_plan
-from pod.recipe import RecipeError
-from pod.recipe_loading import load_recipe, recipes
-from pod.shape import KNOWN_CONFIGS, Shape
-from pod.training_memory import Memory, Sharing
+from pod.model.shape import KNOWN_CONFIGS, Shape
+from pod.recipe.loading import load_recipe, recipes
+from pod.recipe.schema import RecipeError
+from pod.training.loss import chunked_cross_entropy, chunked_distillation
+from pod.training.memory import Memory, Sharing
+from pod.training.module import PodModule
+from pod.training.plan import make_plan
 
 ROOT = Path(__file__).parent.parent
 CONFIG = {

@@ -9,14 +9,13 @@ import time
 from pathlib import Path
 
 import numpy as np
-import prepare
 import pytest
-import sampling
-import sources
 from test_mds import random_samples, write_mds
 
-from pod.data import PodDataModule
-from pod.prepared import PreparedData, PreparedDataset
+from pod import prepare
+from pod.data import sampling, sources
+from pod.data.prepared import PreparedData, PreparedDataset
+from pod.training.data import PodDataModule
 
 SCRIPT = Path(prepare.__file__)
 OPTIONS = {"tokenizer": "bytes", "sequence_length": 64, "held_out": 0.2}
@@ -82,7 +81,7 @@ def documents_of(samples):
 
 @pytest.mark.parametrize("num_proc,shard_bytes", [(1, 2**30), (2, 64 * 2 * 3)])
 def test_prolong(tmp_path, monkeypatch, num_proc, shard_bytes):
-    monkeypatch.setattr("pod.sample_writer.SHARD_BYTES", shard_bytes)
+    monkeypatch.setattr("pod.data.sample_writer.SHARD_BYTES", shard_bytes)
     monkeypatch.setattr(sampling, "BLOCK", 2 * 64)
     samples = random_samples(11)
     write_mds(tmp_path / "in" / "book", samples[:7])
@@ -233,7 +232,7 @@ def test_a_failed_run_reads_nothing_twice(tmp_path, monkeypatch):
 
 
 def test_a_failed_writing_goes_on_at_the_shard(tmp_path, monkeypatch):
-    monkeypatch.setattr("pod.sample_writer.SHARD_BYTES", 64 * 2 * 20)
+    monkeypatch.setattr("pod.data.sample_writer.SHARD_BYTES", 64 * 2 * 20)
     folder = write_dolma(tmp_path / "in", 2, 30, 900)
     prepare.prepare([str(folder)], tmp_path / "whole", **OPTIONS)
     numbers, whole = [], sampling.Plan.read
@@ -281,7 +280,7 @@ def test_the_commands_in_the_help_are_whole(capsys):
         prepare.main(["--help"])
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     for above, below in zip(lines, lines[1:], strict=False):
-        if "data/prepare.py" in above and "--sequence-length" not in above:
+        if "pod.prepare" in above and "--sequence-length" not in above:
             assert above[-1] == "\\" and "--sequence-length" in below
 
 

@@ -14,9 +14,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from omegaconf import MISSING
 
-from pod import recipe as recipe_module
-from pod import recipe_loading
-from pod.recipe import (
+from pod.recipe import loading as recipe_loading
+from pod.recipe import schema as recipe_module
+from pod.recipe.checks import validate
+from pod.recipe.loading import help_text, load_recipe, main_recipe, recipes, save
+from pod.recipe.schema import (
     CHOICES,
     INTERVALS,
     RecipeError,
@@ -28,8 +30,6 @@ from pod.recipe import (
     steps,
     warmup_steps,
 )
-from pod.recipe_checks import validate
-from pod.recipe_loading import help_text, load_recipe, main_recipe, recipes, save
 
 FOLDER = Path(__file__).resolve().parent.parent / "recipes"
 SHIPPED = [
@@ -234,7 +234,7 @@ def test_recipe_by_path_and_folder(tmp_path, monkeypatch):
 def test_folder_of_the_working_directory_when_there_is_no_repository(tmp_path, monkeypatch):
     (tmp_path / "recipes").mkdir()
     write(tmp_path / "recipes", (FOLDER / "tiny.yaml").read_text(), "here.yaml")
-    monkeypatch.setattr(recipe_loading, "__file__", str(tmp_path / "site" / "pod" / "recipe_loading.py"))
+    monkeypatch.setattr(recipe_loading, "__file__", str(tmp_path / "site" / "pod" / "recipe" / "loading.py"))
     monkeypatch.chdir(tmp_path)
     assert list(recipes()) == ["here"]
     assert load_recipe(["recipe=here"]).name == "tiny"
@@ -597,7 +597,7 @@ def test_the_resolved_recipe_is_printed(capsys, tmp_path):
 
 def test_the_schema_needs_no_torch():
     code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import recipe; print({'torch', 'lightning'} & set(sys.modules))"
+        "import sys; sys.path.insert(0, sys.argv[1]); import schema; print({'torch', 'lightning'} & set(sys.modules))"
     )
     folder = str(Path(recipe_module.__file__).parent)
     assert subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True).stdout == "set()\n"

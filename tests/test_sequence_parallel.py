@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import pod
-from pod.sequence_parallel import SequenceGroup, SequenceShard, check_heads
+from pod.model.sequence_parallel import SequenceGroup, SequenceShard, check_heads
 
 
 @dataclass

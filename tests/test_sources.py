@@ -1,4 +1,4 @@
-"""What `data/prepare.py` is given: Parquet, links, odd characters and lengths, much that is unreadable; its report."""
+"""What `pod.prepare` is given: Parquet, links, odd characters and lengths, much that is unreadable; its report."""
 
 import gzip
 import json
@@ -6,15 +6,14 @@ import os
 from pathlib import Path
 
 import numpy as np
-import prepare
 import pyarrow as pa
 import pytest
-import sources
-import summary
 from pyarrow import parquet
 from test_mds import random_samples, write_mds
 
-from pod.prepared import PreparedData, PreparedDataset
+from pod import prepare
+from pod.data import sources, summary
+from pod.data.prepared import PreparedData, PreparedDataset
 
 OPTIONS = {"tokenizer": "bytes", "sequence_length": 64, "held_out": 0}
 

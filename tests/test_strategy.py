@@ -28,17 +28,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import pod
-from pod.checkpoints import last_checkpoint, resume_from
+from pod.data.prepared import PreparedDataset, collate
+from pod.data.sample_writer import SampleWriter
 from pod.export import consolidated, rebuild
 from pod.fit import fit
-from pod.module import PodModule
-from pod.prepared import PreparedDataset, collate
-from pod.recipe_loading import load_recipe
-from pod.sample_writer import SampleWriter
-from pod.sequence_parallel import SequenceGroup
-from pod.shape import Shape
-from pod.strategy import world_size_of
-from pod.training_memory import Memory, Sharing
+from pod.model.sequence_parallel import SequenceGroup
+from pod.model.shape import Shape
+from pod.recipe.loading import load_recipe
+from pod.training.checkpoints import last_checkpoint, resume_from
+from pod.training.memory import Memory, Sharing
+from pod.training.module import PodModule
+from pod.training.strategy import world_size_of
 
 ROOT = Path(__file__).parent.parent
 
@@ -381,7 +381,7 @@ def check_consolidated(run, ranks):
 
 
 def check_exchange(run, ranks, heads=4, kv_heads=2, dimension=4, itemsize=4):
-    """Calls and bytes by the formula of pod/sequence_parallel.py."""
+    """Calls and bytes by the formula of pod/model/sequence_parallel.py."""
     size, passes = run["sequence_parallel_size"], 2 + (run["checkpointing"] is not None)
     micros = STEPS * run["accumulate"]
     for wrote in ranks:

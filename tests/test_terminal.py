@@ -11,13 +11,12 @@ import warnings
 import pytest
 from scripts import ROOT, script
 
-from pod import generate
+from pod import generate, prepare
+from pod.data.tokenizer import load_tokenizer
 from pod.evaluation import command
 from pod.evaluation.models import load
-from pod.exit_status import exit_status
-from pod.stock import first_config
-from pod.terminal import Stopped, as_command
-from pod.tokenizer import load_tokenizer
+from pod.terminal import Stopped, as_command, exit_status
+from pod.training.base_model import first_config
 
 
 def interrupted(*arguments, **options):
@@ -145,7 +144,7 @@ def test_preparing_is_interrupted_at_once(moment, tmp_path):
 
 
 def test_preparing_is_interrupted_in_one_line(tmp_path, capsys, monkeypatch):
-    prepare, corpus = script("data/prepare.py"), script("data/demo_corpus.py")
+    corpus = script("data/demo_corpus.py")
     monkeypatch.setattr(prepare, "prepare", interrupted)
     monkeypatch.setattr(corpus, "write_corpus", interrupted)
     out = ["--out", str(tmp_path / "out")]

@@ -11,10 +11,10 @@ from tokenizers import Tokenizer, models
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from pod.analyze import analyze
+from pod.data.sample_writer import SampleWriter
 from pod.export import export
 from pod.fit import check_data, fit
-from pod.recipe_loading import load_recipe
-from pod.sample_writer import SampleWriter
+from pod.recipe.loading import load_recipe
 
 
 def write(path, tokenizer="bytes", vocab_size=259):
@@ -37,7 +37,7 @@ class Opened:
     """As much of a data module as is looked at."""
 
     def __init__(self, data, validation=None):
-        from pod.prepared import PreparedData
+        from pod.data.prepared import PreparedData
 
         self.prepared = PreparedData(data)
         self.validation = None if validation is None else PreparedData(validation)

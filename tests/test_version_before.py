@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pod import export, fit, generate
-from pod.checkpoints import last_checkpoint
+from pod.training.checkpoints import last_checkpoint
 
 
 @pytest.fixture

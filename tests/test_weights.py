@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 import pod
 from pod.files import write_sums
 from pod.fit import main as fit
-from pod.weights import load_causal_lm, weights_hash
+from pod.model.weights import load_causal_lm, weights_hash
 
 LAYER = "model.layers.1.mlp.up_proj.weight"
 
@@ -144,7 +144,7 @@ ZERO3 = """
 import sys, torch
 from transformers.integrations import HfDeepSpeedConfig
 import deepspeed
-from pod.weights import load_causal_lm
+from pod.model.weights import load_causal_lm
 torch.distributed.init_process_group("gloo", rank=0, world_size=1)
 deepspeed.init_distributed("gloo", dist_init_required=False)
 stage = {"stage": 3, "stage3_param_persistence_threshold": 0}

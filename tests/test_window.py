@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import pod
 from pod.export import rebuild
-from pod.module import PodModule
-from pod.recipe import RecipeError
-from pod.recipe_loading import load_recipe
+from pod.recipe.loading import load_recipe
+from pod.recipe.schema import RecipeError
+from pod.training.module import PodModule
 from pod_kernels import shared_score_attention
 
 LAYERS, KV_HEADS, VOCAB = 3, 2, 61

@@ -25,9 +25,9 @@ from pod.cache.row_runs import RowRuns
 from pod.cache.rows import Rows
 from pod.cache.slots import SlotStorage
 from pod.cache.storage import Rotary, Storage, broken_off
-from pod.config import FIXED, whole_number
 from pod.eviction import ChainPolicy, Eviction, Method, ReadSelector, hyper_parameters, of_hyper_parameters
 from pod.eviction.streaming import WindowAttention
+from pod.model.config import FIXED, whole_number
 from pod_kernels import Quantization, SkipStats
 
 

@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 from pod.blocks import LayerBlocks
 from pod.cache import PodCache
 from pod.eviction import ChainPolicy, Eviction, LMInfinite, Method, Quest, StreamingLLM
-from pod.shape import Shape
-from pod.training_memory import largest
+from pod.model.shape import Shape
+from pod.training.memory import largest
 from pod_kernels.cached import MAX_LOGITS
 from pod_kernels.slots import CPU_LOGITS
 

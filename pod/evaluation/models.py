@@ -12,10 +12,10 @@ from transformers import AutoTokenizer, Cache, PreTrainedModel, PreTrainedTokeni
 from pod import eviction
 from pod.blocks import LayerBlocks
 from pod.cache import PodCache
-from pod.families import convert
 from pod.files import opening
-from pod.model import PodModel
-from pod.weights import load_causal_lm
+from pod.model.decoder import PodModel
+from pod.model.families import convert
+from pod.model.weights import load_causal_lm
 
 NO_EVICTION = "none"
 

@@ -40,7 +40,7 @@ def stretches(ids: Tensor, length: int, limit: int, batch_size: int) -> Iterator
 
 def prepared(path: str | Path, limit: int, batch_size: int) -> Iterator[Tensor]:
     """Batches [B, T] of the validation split of a prepared directory, evenly spread, at most `limit` samples."""
-    from pod.prepared import PreparedDataset
+    from pod.data.prepared import PreparedDataset
 
     dataset = PreparedDataset(path, "validation")
     dataset.data.verify("validation")

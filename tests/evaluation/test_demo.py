@@ -8,8 +8,8 @@ from scripts import save, script, tiny_llama
 from transformers import LlamaForCausalLM
 
 import pod
-from pod.recipe_loading import load_recipe
-from pod.recipe_loading import save as save_recipe
+from pod.recipe.loading import load_recipe
+from pod.recipe.loading import save as save_recipe
 
 
 @pytest.fixture(scope="module")

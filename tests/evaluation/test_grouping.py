@@ -8,8 +8,8 @@ from safetensors.torch import save_file
 from scripts import save, script, tiny_llama
 
 import pod
-from pod.prepared import PreparedDataset
-from pod.sample_writer import SampleWriter
+from pod.data.prepared import PreparedDataset
+from pod.data.sample_writer import SampleWriter
 
 grouping = script("eval/grouping.py")
 

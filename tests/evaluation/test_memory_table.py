@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import pod
 from pod import eviction
 from pod.evaluation import command, memory
-from pod.shape import KNOWN_CONFIGS, Shape
+from pod.model.shape import KNOWN_CONFIGS, Shape
 
 CONFIG = {
     "model_type": "llama", "vocab_size": 200, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,

@@ -195,8 +195,8 @@ def write_shard(plan: Plan, split: str, samples_of_a_shard: int, folder: Path, n
     Returns:
         dict(shard, tokens), as `SampleWriter.adopt` takes them.
     """
+    from pod.data.sample_writer import ShardWriter
     from pod.files import naming
-    from pod.sample_writer import ShardWriter
 
     note = folder.with_name(f"{folder.name}-{split}-{number:05d}.json")
     if note.is_file():

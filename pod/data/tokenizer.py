@@ -5,8 +5,8 @@ from collections.abc import Collection
 
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase
 
+from pod.data.prepared import PreparedData
 from pod.files import announce_hub
-from pod.prepared import PreparedData
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:

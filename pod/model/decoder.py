@@ -10,12 +10,20 @@ from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from pod.cache import PodCache
-from pod.config import FIXED, whole_number
-from pod.graph import StepGraphs, step_graphs
-from pod.inputs import check_cache, check_devices, check_supported, check_tokens, documents_of, lengths_of, token_mask
-from pod.layer import Anchors
-from pod.offload import kept_on_cpu
-from pod.sequence_parallel import SequenceShard
+from pod.model.config import FIXED, whole_number
+from pod.model.graph import StepGraphs, step_graphs
+from pod.model.inputs import (
+    check_cache,
+    check_devices,
+    check_supported,
+    check_tokens,
+    documents_of,
+    lengths_of,
+    token_mask,
+)
+from pod.model.layer import Anchors
+from pod.model.offload import kept_on_cpu
+from pod.model.sequence_parallel import SequenceShard
 
 CHANGING_ROPES = ("dynamic", "longrope")  # kinds of RoPE scaling whose frequencies depend on the longest position
 
@@ -268,7 +276,7 @@ class PodForCausalLM:
         )
 
     def generate(self, *args, **kwargs):
-        """transformers' generate; on a CUDA device its steps are one CUDA graph (`pod.graph`)."""
+        """transformers' generate; on a CUDA device its steps are one CUDA graph (`pod.model.graph`)."""
         ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
         if isinstance(ids, Tensor) and ids.shape[-1] == 0 and kwargs.get("inputs_embeds") is None:
             check_tokens(0)

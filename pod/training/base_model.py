@@ -12,11 +12,11 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTraine
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from pod.families import FAMILIES
 from pod.files import opening
-from pod.recipe import RecipeError
-from pod.recipe_checks import closest
-from pod.weights import load_causal_lm
+from pod.model.families import FAMILIES
+from pod.model.weights import load_causal_lm
+from pod.recipe.checks import closest
+from pod.recipe.schema import RecipeError
 
 # What is read beside the fields of a config: older names of parts of rope_parameters and of dtype, and the size of a
 # head, which is no field of some families.

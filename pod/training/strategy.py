@@ -29,8 +29,8 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.strategies.deepspeed import remove_module_hooks
 from torch import Tensor, nn
 
-from pod.layer import PodAttention, PodDecoderLayer
-from pod.sequence_parallel import SequenceGroup
+from pod.model.layer import PodAttention, PodDecoderLayer
+from pod.model.sequence_parallel import SequenceGroup
 
 COMPLETE = "complete.json"  # in a checkpoint's directory: all shards are written, and by how many processes
 UNIVERSAL = "universal"  # beside its shards, while it is read by another number of processes

@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from pod.blocks import LayerBlocks
 from pod.cache import PodCache
-from pod.sequence_parallel import SequenceShard
+from pod.model.sequence_parallel import SequenceShard
 from pod_kernels import shared_score_attention
 
 Anchors = tuple[Tensor | None, ...]  # (query group or value, key) of KV head 0, of KV head 1, ...

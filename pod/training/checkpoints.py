@@ -20,11 +20,11 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from pod.blocks import LayerBlocks
 from pod.files import replacing
-from pod.recipe import Recipe, RecipeError
-from pod.recipe_loading import load_recipe
-from pod.recipe_yaml import one_line
-from pod.strategy import COMPLETE, world_size_of
+from pod.recipe.loading import load_recipe
+from pod.recipe.schema import Recipe, RecipeError
+from pod.recipe.yaml import one_line
 from pod.terminal import Stopped
+from pod.training.strategy import COMPLETE, world_size_of
 
 # What a run keeps to its end, and the hyper-parameter of `PodModule` that says what it was. Of the schedule, what is
 # left out here takes effect when a run is resumed: its length, its warm-up, the rate at its end.

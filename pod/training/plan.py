@@ -14,11 +14,11 @@ from typing import Any
 
 from pod.blocks import LayerBlocks
 from pod.files import read_json
-from pod.recipe import Recipe, RecipeError, accumulate, output_folder, steps
-from pod.recipe_loading import load_recipe, recipes
-from pod.shape import KNOWN_CONFIGS, Shape
-from pod.stock import new_config
-from pod.training_memory import RESERVED, Memory, Sharing
+from pod.model.shape import KNOWN_CONFIGS, Shape
+from pod.recipe.loading import load_recipe, recipes
+from pod.recipe.schema import Recipe, RecipeError, accumulate, output_folder, steps
+from pod.training.base_model import new_config
+from pod.training.memory import RESERVED, Memory, Sharing
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from chat import BadChat, load_chat, parse_chat
-from mds import BadShard, Shard, read_index
+
+from pod.data.chat import BadChat, load_chat, parse_chat
+from pod.data.mds import BadShard, Shard, read_index
 
 TEXT = (".txt", ".text", ".md", ".markdown", ".py")
 LINES = (".jsonl", ".jsonl.gz")

@@ -1,6 +1,6 @@
 """Recipes: what a run does, as dataclasses. They are the schema; the text under each field is its help.
 
-`pod/recipe_loading.py` makes a recipe of a YAML file and a command line; `pod/recipe_checks.py` says if it can be run.
+`pod/recipe/loading.py` makes a recipe of a YAML file and a command line; `pod/recipe/checks.py` says if it can be run.
 """
 
 from __future__ import annotations

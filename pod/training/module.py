@@ -16,15 +16,15 @@ from transformers import (
 )
 
 from pod.blocks import LayerBlocks
-from pod.data import PodDataModule
-from pod.families import pod_config
 from pod.files import opening
-from pod.lora import add_adapters, without_adapters
-from pod.loss import IGNORED, chunked_cross_entropy, chunked_distillation, shifted
-from pod.plan import GPUS
-from pod.sequence_parallel import SequenceGroup, SequenceShard, check_heads
-from pod.stock import first_config
-from pod.weights import load_causal_lm
+from pod.model.families import pod_config
+from pod.model.sequence_parallel import SequenceGroup, SequenceShard, check_heads
+from pod.model.weights import load_causal_lm
+from pod.training.adapters import add_adapters, without_adapters
+from pod.training.base_model import first_config
+from pod.training.data import PodDataModule
+from pod.training.loss import IGNORED, chunked_cross_entropy, chunked_distillation, shifted
+from pod.training.plan import GPUS
 
 
 class PodModule(lightning.LightningModule):
@@ -52,7 +52,7 @@ class PodModule(lightning.LightningModule):
         distill_weight: share of the training loss that is the divergence from the dense base, in [0, 1].
         distill_temperature: what both models' logits are divided by in that divergence.
         lora_rank: of the adapters that are trained instead of the weights; 0 trains the weights.
-        lora_alpha, lora_dropout, lora_targets: see `pod.lora.add_adapters`.
+        lora_alpha, lora_dropout, lora_targets: see `pod.training.adapters.add_adapters`.
         bytes_per_token: 1.0 for byte tokenizers: bits per byte is then logged; None logs none.
 
     Raises:

@@ -20,9 +20,9 @@ from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pod.files import check_sum, with_sum, write_text
-from pod.recipe import CHOICES, FREE, INTERVALS, Recipe, RecipeError, schema, sections
-from pod.recipe_checks import check_json, closest, converted, validate
-from pod.recipe_yaml import dump, one_line, parse
+from pod.recipe.checks import check_json, closest, converted, validate
+from pod.recipe.schema import CHOICES, FREE, INTERVALS, Recipe, RecipeError, schema, sections
+from pod.recipe.yaml import dump, one_line, parse
 
 
 def load_recipe(arguments: Sequence[str]) -> Recipe:
@@ -170,7 +170,7 @@ def _folder() -> Path:
     """$POD_RECIPES, else the repository's recipes/, else recipes/ where the command runs."""
     if os.environ.get("POD_RECIPES"):
         return Path(os.environ["POD_RECIPES"])
-    beside = Path(__file__).resolve().parent.parent / "recipes"
+    beside = Path(__file__).resolve().parents[2] / "recipes"
     return beside if beside.is_dir() else Path("recipes")
 
 

@@ -1,4 +1,4 @@
-"""Writing prepared data, the format of `pod/prepared.py`: shard by shard, each digest computed while it is written."""
+"""Writing prepared data, the format of `pod/data/prepared.py`, shard by shard; digests are computed while writing."""
 
 import hashlib
 import json
@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from pod.data.prepared import FORMAT, KINDS, PADDING, VERSION, index_digest, token_dtype
 from pod.files import naming, publish, write_text
-from pod.prepared import FORMAT, KINDS, PADDING, VERSION, index_digest, token_dtype
 
 SHARD_BYTES = 2**30
 

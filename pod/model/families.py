@@ -1,7 +1,8 @@
 """The model families: each one's classes with PoD mixed in, and `convert`, which turns a Hugging Face LLM into one.
 
-A further family takes a config class in `pod.config`, four classes here and an entry in `FAMILIES`, when its attention
-is q, k, v projections, optional q/k norm, RoPE and an output projection, and its layer is the usual pre-norm pair.
+A further family takes a config class in `pod.model.config`, four classes here and an entry in `FAMILIES`, when its
+attention is q, k, v projections, optional q/k norm, RoPE and an output projection, and its layer is the usual pre-norm
+pair.
 docs/NEW_FAMILY.md walks through Phi-3, whose projections are one matrix.
 """
 
@@ -33,12 +34,19 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2Decode
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer
 
 from pod.blocks import LayerBlocks
-from pod.config import PodLlamaConfig, PodMistralConfig, PodPhi3Config, PodQwen2Config, PodQwen3Config, check_sizes
 from pod.files import opening
-from pod.inputs import check_devices
-from pod.layer import PodAttention, PodDecoderLayer
-from pod.model import PodForCausalLM, PodModel
-from pod.weights import load_causal_lm
+from pod.model.config import (
+    PodLlamaConfig,
+    PodMistralConfig,
+    PodPhi3Config,
+    PodQwen2Config,
+    PodQwen3Config,
+    check_sizes,
+)
+from pod.model.decoder import PodForCausalLM, PodModel
+from pod.model.inputs import check_devices
+from pod.model.layer import PodAttention, PodDecoderLayer
+from pod.model.weights import load_causal_lm
 
 
 class PodLlamaAttention(PodAttention, LlamaAttention):

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from pod.blocks import LayerBlocks
-from pod.shape import Shape
+from pod.model.shape import Shape
 
 # CUDA's context, NCCL's buffers and what an allocator cannot hand out because it lies in pieces.
 RESERVED = 4 * 2**30

@@ -1,6 +1,6 @@
 """Prepared training data: the format of a directory of samples of one length, and its memory-mapped reader.
 
-A prepared directory is written by `data/prepare.py` or `data/demo_corpus.py` and holds
+A prepared directory is written by `python -m pod.prepare` or `data/demo_corpus.py` and holds
 
     index.json                   format, tokenizer, lengths, for each split its shards with sizes and sha256, and the
                                  sha256 of all this
@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from pod.files import read_json
-from pod.loss import IGNORED
+from pod.training.loss import IGNORED
 
 FORMAT = "pod-prepared"
 VERSION = 1
@@ -72,7 +72,7 @@ class PreparedData:
                 + (
                     f"python data/demo_corpus.py --out {self.path} --length L --samples N --validation-samples M"
                     if demo
-                    else f"python data/prepare.py {options}, with the tokenizer of the model"
+                    else f"python -m pod.prepare {options}, with the tokenizer of the model"
                 )
             )
         self.index = read_json(index_file)

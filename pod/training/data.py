@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from pod.prepared import PreparedData, PreparedDataset, collate
+from pod.data.prepared import PreparedData, PreparedDataset, collate
 
 
 class ResumableSampler(DistributedSampler):

@@ -8,8 +8,8 @@ from difflib import SequenceMatcher
 from operator import attrgetter
 from typing import Any
 
-from pod.recipe import CHOICES, INTERVALS, LORA_TARGETS, Field, Recipe, RecipeError, accumulate, schema
-from pod.recipe_yaml import one_line
+from pod.recipe.schema import CHOICES, INTERVALS, LORA_TARGETS, Field, Recipe, RecipeError, accumulate, schema
+from pod.recipe.yaml import one_line
 
 
 def validate(recipe: Recipe) -> None:

@@ -1,0 +1,11 @@
+"""Text and tokenised shards in, prepared samples of one length out.
+
+sources.py        reads and tokenises what pod.prepare is given
+mds.py            reads MosaicML MDS shards (ProLong)
+chat.py           conversations by a chat template, and which tokens carry loss
+sampling.py       which documents are drawn, and which tokens lie in which sample
+sample_writer.py  writes it, shard by shard
+prepared.py       the format of prepared data: memory-mapped samples of one length
+summary.py        how long the documents are: report.md, report.png
+tokenizer.py      the tokenizer that a run names, and whether data were prepared with it
+"""

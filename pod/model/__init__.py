@@ -1,0 +1,13 @@
+"""A PoD model: configs and families, one decoder layer for all of them, what a call may ask.
+
+config.py             PodLlamaConfig, PodMistralConfig, PodPhi3Config, PodQwen2Config, PodQwen3Config
+layer.py              one decoder layer for all families: attention with running anchors
+inputs.py             padding and packed documents read off a call; what is refused
+offload.py            activations kept in the CPU's memory
+decoder.py            the decoder stack and the causal LM, mixed into every family's
+families.py           the families' classes; convert
+graph.py              one CUDA graph for the decode steps of a generate call
+weights.py            all of a model's weights loaded, or refused by name; what tells them from others
+sequence_parallel.py  the exchange around attention: whole sequences of a rank's own heads
+shape.py              a model's sizes from its config: parameters, FLOPs
+"""

@@ -1,0 +1,398 @@
+"""Turn text into a prepared directory: tokenised, packed to one sample length, memory-mapped.
+
+    python -m pod.prepare --source docs/ notes.jsonl.gz --out prepared/mine --tokenizer bytes --sequence-length 1024
+    python -m pod.prepare --source dolma/ --out prepared/dolma --tokenizer meta-llama/Meta-Llama-3-8B \\
+        --sequence-length 32768 --length-intervals 4096 16384
+    python -m pod.prepare --source prolong-data-512K/ --out prepared/prolong --tokenizer meta-llama/Llama-3.1-8B \\
+        --sequence-length 131072 --length-intervals 16384 65536
+    python -m pod.prepare --source chats.jsonl --chat --out prepared/chats --tokenizer Qwen/Qwen2.5-7B-Instruct \\
+        --sequence-length 8192
+
+Reads text (.txt, .text), Markdown (.md, .markdown) and Python (.py), one document a file; JSON lines (.jsonl,
+.jsonl.gz: Dolma), one document a line; Parquet (.parquet), one document a row; and MosaicML MDS shards (ProLong), which
+are tokenised already: their ids are taken as they are, a document for each (start, end) of their column `indices`. A
+directory stands for all of these that are in it, hidden ones left out; links are followed, and a file that is reached
+by several paths is read once. What cannot be read (broken JSON, no text, NUL characters, wrong encoding) is skipped,
+counted and reported with file and line, at the end and in `report.json` of the output; more of it than --max-bad-share
+ends the run. An MDS shard that is missing or not what its index says ends it too, with its name; with --skip-bad-shards
+it is reported with the rest. `report.md` and `report.png` of the output say how long the documents are, and which share
+of the tokens has distant keys in a model of --sink-size and --recent-size: on the others sharing does not act.
+
+--chat reads JSON lines with a list `messages`, writes each by the tokenizer's chat template, and marks the assistant's
+turns: they alone have labels (`pod/data/chat.py` says which tokens these are). A line without messages, with an unknown
+role, or that the template refuses is reported with the rest.
+
+A document is held out when the sha256 of its text (of its ids where it came tokenised) says so, and one that occurs
+again is dropped, so no document is ever in both splits, whatever the seed, the files or their order. The seed decides
+the order in which documents fill the samples. The output is the same byte for byte whatever the number of processes.
+
+--length-intervals A B parts the training documents by their length in tokens into [0, A), [A, B) and [B, ...), and
+draws from each, in the seed's order, as many tokens as the poorest has (to 2 %). Held-out documents stay as they are.
+
+Every file, and then every shard of the output, is read or written by one process at a time, in a hidden folder beside
+the output. A run that was killed goes on from there when the same command is given again, and the folder goes when the
+output is whole. It takes as much disk as the output, and more when only a part of the documents is drawn. The format of
+the output is in `pod/data/prepared.py`.
+"""
+
+import argparse
+import fcntl
+import hashlib
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pod.data import summary
+from pod.data.chat import load_chat
+from pod.data.sampling import Plan, draw, split_documents, write_shard
+from pod.data.sources import DOCUMENT, LINES, Reading, find_units, load_tokenizer, read_unit
+
+SHOWN = 20  # bad lines printed; report.json has all
+
+
+# Processes
+
+
+_task: Callable[[Any], Any]  # of a worker; handed over once, as a plan may be large
+
+
+def _begin(task: Callable[[Any], Any], parent: int) -> None:
+    global _task
+    _task = task
+    if os.getpid() != parent:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches all: one of them says so
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    # A killed parent cannot end its workers.
+    while os.getppid() == parent:
+        time.sleep(0.2)
+    os._exit(1)
+
+
+def _run(item: Any) -> Any:
+    return _task(item)
+
+
+def in_parallel(task: Callable[[Any], Any], items: list, num_proc: int, desc: str) -> list:
+    """[task(item) for item in items], by up to `num_proc` processes, with a progress bar."""
+    from tqdm import tqdm
+
+    count = min(num_proc, len(items))
+    if count <= 1:
+        return [task(item) for item in tqdm(items, desc=desc)]
+    # Forked workers share what the parent has loaded.
+    method = "fork" if sys.platform == "linux" else None
+    context = multiprocessing.get_context(method)
+    with ProcessPoolExecutor(count, context, _begin, (task, os.getpid())) as pool:
+        try:
+            return list(tqdm(pool.map(_run, items), total=len(items), desc=desc))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+@contextmanager
+def work_folder(out: Path) -> Iterator[Path]:
+    """A hidden folder beside `out`, for one run at a time; it stays when the run fails, unless it was cleared."""
+    work = out.absolute().parent / f".{out.name}.work"
+    work.mkdir(parents=True, exist_ok=True)
+    with open(work / "lock", "w") as lock:
+        for _ in range(50):  # workers of a killed run hold it until they end
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.1)
+        else:
+            raise ValueError(f"another run is preparing {out} (it holds {work / 'lock'}): wait for it, or end it")
+        try:
+            yield work
+        finally:
+            if [path.name for path in work.iterdir()] == ["lock"]:
+                shutil.rmtree(work)
+
+
+def clear(work: Path) -> None:
+    """Take everything but the lock out of the work folder."""
+    for path in work.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != "lock":
+            path.unlink()
+
+
+def prepare(
+    sources: list[str],
+    out: str | Path,
+    tokenizer: str,
+    sequence_length: int,
+    one_document: bool = False,
+    held_out: float = 0.01,
+    seed: int = 0,
+    num_proc: int = 1,
+    text_field: str = "text",
+    force: bool = False,
+    length_intervals: list[int] | None = None,
+    skip_bad_shards: bool = False,
+    chat: bool = False,
+    chat_template: str | Path | None = None,
+    max_bad_share: float = 1.0,
+    sink_size: int = 16,
+    recent_size: int = 4080,
+) -> dict[str, Any]:
+    """Prepare `sources` into the directory `out`; see the module's docstring and `--help`.
+
+    Returns:
+        what is in report.json: files, documents, duplicates, splits, truncated_documents, one_token_documents (left
+        out where a sample is one document: they foretell nothing), lengths (a `summary.histogram` of each split),
+        length_intervals (as `draw` reports them, or None), sink_size, recent_size, and `skipped`, a list of dict(file,
+        line, problem).
+
+    Raises:
+        FileNotFoundError: no input files.
+        FileExistsError: `out` exists (without `force`).
+        ValueError: nothing readable in the input, or too little of it, none of it for training, a bad argument, an
+            unknown tokenizer, a bad MDS shard, intervals that cannot give equal shares, another run at work on `out`,
+            `out` inside a source or around it.
+    """
+    from pod.data.prepared import token_dtype
+    from pod.data.sample_writer import SHARD_BYTES, SampleWriter, samples_of_a_shard
+    from pod.files import write_text
+
+    if not 0 <= held_out < 1:
+        raise ValueError(f"--held-out {held_out}: a share of the documents, at least 0 and below 1")
+    if not 0 <= max_bad_share <= 1:
+        raise ValueError(f"--max-bad-share {max_bad_share}: a share of the documents, from 0 to 1")
+    if num_proc < 1 or seed < 0:
+        raise ValueError(f"--num-proc {num_proc} must be at least 1, and --seed {seed} not negative")
+    if sink_size < 0 or recent_size < 1:
+        raise ValueError(f"--sink-size {sink_size} must not be negative, and --recent-size {recent_size} at least 1")
+    if sequence_length < 2:
+        raise ValueError(f"--sequence-length {sequence_length}: next-token training needs at least 2")
+    edges = length_intervals or None
+    if edges and (min(edges) < 1 or edges != sorted(set(edges))):
+        raise ValueError(f"--length-intervals {' '.join(map(str, edges))}: lengths in tokens, rising, at least 1")
+    units = find_units(sources)
+    _, vocab_size, pad_id = load_tokenizer(tokenizer)
+    most = SHARD_BYTES // token_dtype(vocab_size).itemsize
+    if sequence_length > most:
+        raise ValueError(
+            f"--sequence-length {sequence_length}: a sample must fit into a shard of {SHARD_BYTES >> 30} GiB, which is "
+            f"{most} tokens"
+        )
+    if chat_template is not None and not chat:
+        raise ValueError(f"--chat-template {chat_template}: only --chat writes chats")
+    reading = Reading(
+        tokenizer, vocab_size, text_field, chat, Path(chat_template).read_text() if chat_template is not None else None
+    )
+    if chat:
+        load_chat(tokenizer, reading.chat_template)
+        for name in (name for unit in units for name in unit.files):
+            if not name.endswith(LINES):
+                raise ValueError(f"--chat reads {', '.join(LINES)}, and {name} is among the sources")
+    out = Path(out)
+    SampleWriter(out, sequence_length=sequence_length, vocab_size=vocab_size, tokenizer=tokenizer, force=force)
+    for source in map(Path, sources):
+        if out.resolve().is_relative_to(source.resolve()):
+            raise ValueError(f"--out {out} lies inside --source {source}: the next run would read what this one writes")
+        if source.resolve().is_relative_to(out.resolve()):
+            raise ValueError(
+                f"--source {source} lies inside --out {out}, which is to be replaced: choose another --out"
+            )
+    with work_folder(out) as work:
+        task = partial(read_unit, reading=reading, folder=work, skip_bad_shards=skip_bad_shards)
+        units_read = in_parallel(task, units, num_proc, "Tokenising")
+        skipped = [problem for unit in units_read for problem in unit["problems"]]
+        units_read = [unit for unit in units_read if unit["documents"]]
+        files = len({name for unit in units for name in unit.files})
+        if not units_read:
+            clear(work)
+            first = "; the first: {file}:{line}: {problem}".format(**skipped[0]) if skipped else ""
+            raise ValueError(f"nothing readable in {files} files, {len(skipped)} problems{first}")
+
+        counts = [unit["documents"] for unit in units_read]
+        share = len(skipped) / (len(skipped) + sum(counts))
+        if share > max_bad_share:
+            raise ValueError(
+                f"{len(skipped)} of {len(skipped) + sum(counts)} documents cannot be read, {share:.1%}, more than "
+                f"--max-bad-share {max_bad_share:g} allows; the first: "
+                + "{file}:{line}: {problem}".format(**skipped[0])
+            )
+        table = np.empty(sum(counts), DOCUMENT)
+        begin = np.empty(len(table), np.int64)
+        for end, unit in zip(np.cumsum(counts).tolist(), units_read, strict=True):
+            part = slice(end - unit["documents"], end)
+            table[part] = np.load(work / f"{unit['key']}.npy")
+            begin[part] = np.cumsum(table["length"][part]) - table["length"][part]
+        source = np.repeat(np.arange(len(counts)), counts)
+        splits, duplicates = split_documents(table["sha256"], held_out, seed)
+        if not len(splits["train"]):
+            raise ValueError(
+                f"--held-out {held_out:g} leaves none of the {len(table) - duplicates} documents for training: lower it"
+            )
+        used = np.minimum(table["length"], sequence_length) if one_document else table["length"]
+        lonely = 0
+        if one_document:  # a sample of one token foretells nothing
+            whole = {name: numbers[used[numbers] > 1] for name, numbers in splits.items()}
+            lonely = sum(len(splits[name]) - len(whole[name]) for name in splits)
+            splits = whole
+            if not len(splits["train"]):
+                raise ValueError("no document for training has more than one token, and --one-document needs two")
+        intervals = None
+        if edges:
+            drawn, intervals = draw(table["length"][splits["train"]], used[splits["train"]], edges)
+            splits["train"] = splits["train"][drawn]
+
+        plans = {
+            name: Plan(
+                [work / f"{unit['key']}.ids" for unit in units_read],
+                source[numbers],
+                begin[numbers],
+                used[numbers],
+                sequence_length,
+                packed=not one_document,
+                vocab_size=vocab_size,
+                pad_id=pad_id,
+                learned=[work / f"{unit['key']}.learned" for unit in units_read] if chat else [],
+            )
+            for name, numbers in splits.items()
+            if len(numbers)
+        }
+        shard_samples = samples_of_a_shard(sequence_length, vocab_size)
+        digest = hashlib.sha256("".join(plan.digest() for plan in plans.values()).encode()).hexdigest()
+        folder = work / f"out-{digest[:32]}"
+        folder.mkdir(exist_ok=True)
+        writer = SampleWriter(
+            out,
+            sequence_length=sequence_length,
+            vocab_size=vocab_size,
+            tokenizer=tokenizer,
+            force=force,
+            directory=folder,
+        )
+        with writer:
+            for name, plan in plans.items():
+                task = partial(write_shard, plan, name, shard_samples, folder)
+                numbers = list(range(-(-plan.samples // shard_samples)))
+                for done in in_parallel(task, numbers, num_proc, f"Writing {name}"):
+                    writer.adopt(name, **done)
+            writer.held_out = [value.tobytes().hex() for value in table["sha256"][splits["validation"]]]
+            writer.length_intervals = edges
+            splits_written = {name: splits[name] for name in writer.splits}
+            report = {
+                "files": files,
+                "documents": sum(len(numbers) for numbers in splits.values()),
+                "duplicates": duplicates,
+                "truncated_documents": int(sum((table["length"] > used)[numbers].sum() for numbers in splits.values())),
+                "one_token_documents": lonely,
+                "splits": {
+                    name: {"documents": len(splits[name]), "samples": entry["samples"], "tokens": entry["tokens"]}
+                    | {"padding": 1 - entry["tokens"] / (entry["samples"] * sequence_length)}
+                    | {"distant": plans[name].distant(sink_size, recent_size) / entry["tokens"]}
+                    for name, entry in writer.splits.items()
+                },
+                "lengths": {name: summary.histogram(table["length"][part]) for name, part in splits_written.items()},
+                "length_intervals": intervals,
+                "sink_size": sink_size,
+                "recent_size": recent_size,
+                "skipped": skipped,
+            }
+            write_text(folder / "report.json", json.dumps(report, indent=2) + "\n")
+            facts = {
+                "tokenizer": tokenizer,
+                "tokens of a sample": f"{sequence_length:,}, {'one document' if one_document else 'documents packed'}",
+                "seed": seed,
+                "share held out": held_out,
+                "tokens with distant keys": f"those after {sink_size:,} sinks and {recent_size:,} recent tokens of "
+                "their document in the sample; what is shared acts on them alone",
+            }
+            summary.write(folder, report, sequence_length, facts)
+        clear(work)
+    return report
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command; returns its exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--source", nargs="+", required=True, metavar="PATH", help="files and directories to read")
+    parser.add_argument("--out", required=True, metavar="DIR", help="the directory to write")
+    parser.add_argument("--tokenizer", required=True, metavar="bytes|PATH", help="bytes, a directory or a hub id")
+    parser.add_argument("--sequence-length", type=int, required=True, metavar="N", help="tokens of a sample")
+    layout = parser.add_mutually_exclusive_group()
+    layout.add_argument("--pack", action="store_true", help="fill samples with documents one after the other (default)")
+    layout.add_argument("--one-document", action="store_true", help="one document a sample, cut or padded")
+    parser.add_argument(
+        "--length-intervals",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="lengths in tokens that part the training documents into intervals, which give equally many tokens each",
+    )
+    parser.add_argument("--sink-size", type=int, default=16, help="of the model, for the report: distant keys (16)")
+    parser.add_argument("--recent-size", type=int, default=4080, help="likewise, its recent tokens (4080)")
+    parser.add_argument("--held-out", type=float, default=0.01, help="share of the documents for validation (0.01)")
+    parser.add_argument("--seed", type=int, default=0, help="of the order of the documents (0)")
+    parser.add_argument("--num-proc", type=int, default=os.cpu_count() or 1, help="processes (all cores)")
+    parser.add_argument("--text-field", default="text", help="field of a JSON line, or column, with the text (text)")
+    parser.add_argument("--chat", action="store_true", help="learn the assistant's turns of each line's `messages`")
+    parser.add_argument("--chat-template", metavar="FILE", help="a Jinja chat template (that of the tokenizer)")
+    parser.add_argument("--skip-bad-shards", action="store_true", help="leave out MDS shards that are damaged")
+    parser.add_argument(
+        "--max-bad-share",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="end where more documents are unreadable (1: never)",
+    )
+    parser.add_argument("--force", action="store_true", help="replace a prepared directory")
+    options = vars(parser.parse_args(arguments))
+    options.pop("pack")
+    try:
+        report = prepare(options.pop("source"), **options)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)  # as `pod.terminal`, without torch, which would delay --help
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    skipped = report["skipped"]
+    for entry in skipped[:SHOWN]:
+        print("skipped {file}:{line}: {problem}".format(**entry), file=sys.stderr)
+    if len(skipped) > SHOWN:
+        print(f"... and {len(skipped) - SHOWN} more: see report.json", file=sys.stderr)
+    print(
+        f"{report['files']} files, {report['documents']} documents, {report['duplicates']} duplicates dropped, "
+        f"{len(skipped)} skipped"
+    )
+    for entry in report["length_intervals"] or []:
+        print(
+            f"{entry['from']}..{'' if entry['to'] is None else entry['to'] - 1} tokens: drawn "
+            f"{entry['drawn_documents']} of {entry['documents']} documents, {entry['drawn_tokens']} of "
+            f"{entry['tokens']} tokens"
+        )
+    for name, entry in report["splits"].items():
+        print(
+            f"{name}: {entry['documents']} documents, {entry['samples']} samples, {entry['tokens']} tokens, "
+            f"{entry['distant']:.1%} of them with distant keys"
+        )
+    print(f"written to {options['out']}; what it holds: {Path(options['out']) / 'report.md'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

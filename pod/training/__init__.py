@@ -1,0 +1,12 @@
+"""Training: the LightningModule and what it is given.
+
+module.py       PodModule: one step of learning
+loss.py         next-token loss, and a teacher's, in chunks of the sequence
+data.py         PodDataModule: batches, and the position that a resumed run goes on from
+strategy.py     UlyssesDeepSpeedStrategy: ZeRO and sequence-parallel groups under Lightning
+checkpoints.py  a run's checkpoints: written whole, found again
+adapters.py     adapters by peft, merged at export
+base_model.py   the stock model or config that training begins with
+plan.py         plan=true: memory, FLOPs, hours of a recipe on a kind of GPU
+memory.py       what a training step takes of a GPU, by kind; the longest sample
+"""
