@@ -26,7 +26,7 @@ ALL_MODELS = [
     pytest.param(("qwen3", "keys", ANCHORS), id="qwen3-keys"),
     pytest.param(("llama", "scores", DENSE), id="llama-dense"),
 ]
-SHARES = [ALL_MODELS[0], ALL_MODELS[3]]
+SHARES = [ALL_MODELS[0], pytest.param(*ALL_MODELS[3].values, id=ALL_MODELS[3].id, marks=pytest.mark.slow)]
 
 
 @memoized

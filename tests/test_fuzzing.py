@@ -144,6 +144,7 @@ def test_json_lines(line, field):
         assert text.encode("utf-8").decode("utf-8") == text
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.lists(LINES, max_size=6))
 def test_files_of_json_lines(tmp_path_factory, lines):

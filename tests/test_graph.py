@@ -156,7 +156,8 @@ def test_a_replay_after_eviction_is_a_step(method, anchors, monkeypatch):
     replays_equal_steps(tiny(anchors), 19, replays, monkeypatch, method, max_length=60, lengths=(23, 3, 16))
 
 
-@pytest.mark.parametrize("method", ONE_QUICK)
+@pytest.mark.slow
+@pytest.mark.parametrize("method", AFTER_THE_PROMPT, ids=lambda method: type(method).__name__)
 def test_between_two_growths_steps_are_replayed(method, monkeypatch):
     as_where_kernels_run(monkeypatch)
     monkeypatch.setattr(pod.PodCache, "expect", lambda cache, length: None)  # as where drafts go beyond the length

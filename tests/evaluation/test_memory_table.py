@@ -230,7 +230,9 @@ def test_rows_of_one_method_and_budget_have_their_own_names(tmp_path, capsys):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "phi3", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral", "phi3", "qwen2", "qwen3"))]
+)
 def test_every_family_can_be_measured(family, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"model_type": family, "sliding_window": None}))
     arguments = ["--model", str(tmp_path), "--memory", "600KB", "--lengths", "16", "--output", "1", "--sinks", "2"]

@@ -120,6 +120,7 @@ def runs(draw):
     return chunks, anchors, share, reduction, sizes, cascade, spare, draw(st.integers(0, 1000))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=20, derandomize=True)
 @given(runs())
 def test_chunks_equal_the_simulation(run):

@@ -120,9 +120,8 @@ def test_positions_equal_the_simulation(name, anchors, data):
     assert cache.nbytes() == sum(storage.untyped_storage().nbytes() for storage in cache.storages())
 
 
-@pytest.mark.parametrize(
-    "anchors", [SMALL, pytest.param(((0, 0), (1, 1)), marks=pytest.mark.slow)], ids=["blocks", "dense"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("anchors", [SMALL, ((0, 0), (1, 1))], ids=["blocks", "dense"])
 @pytest.mark.parametrize("name", [*METHODS, *COMBINED])
 @settings(max_examples=4, deadline=None, derandomize=True)
 @given(data=st.data())

@@ -125,6 +125,7 @@ def is_possible(make, budget, config) -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, make", EACH)
 def test_generate(name, make):
     model = build()
