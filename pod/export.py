@@ -29,6 +29,8 @@ from pod.data.tokenizer import load_tokenizer
 from pod.files import SUMS, locked, naming, opening, publish, read_sums, write_sums
 from pod.model.families import pod_config
 from pod.model.weights import load_causal_lm
+from pod.recipe.errors import RecipeError
+from pod.recipe.loading import read_recipe
 from pod.terminal import exit_status
 from pod.training.adapters import merge
 from pod.training.base_model import first_config
@@ -174,9 +176,6 @@ def tokenizer_of(run: Path, base: str | None) -> PreTrainedTokenizerBase | None:
     Raises:
         ValueError: the run's recipe cannot be read, or the tokenizer that it names cannot.
     """
-    from pod.recipe.loading import read_recipe
-    from pod.recipe.schema import RecipeError  # brings omegaconf
-
     recipe = run / "recipe.yaml"
     try:
         name = read_recipe(recipe)["model"].get("tokenizer") if recipe.exists() else None

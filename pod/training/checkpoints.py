@@ -20,8 +20,9 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from pod.blocks import LayerBlocks
 from pod.files import replacing
+from pod.recipe.errors import RecipeError
 from pod.recipe.loading import load_recipe
-from pod.recipe.schema import Recipe, RecipeError
+from pod.recipe.schema import Recipe
 from pod.recipe.yaml import one_line
 from pod.terminal import Stopped
 from pod.training.strategy import COMPLETE, world_size_of
