@@ -30,7 +30,7 @@ from pod.files import SUMS, locked, naming, opening, publish, read_sums, write_s
 from pod.model.families import pod_config
 from pod.model.weights import load_causal_lm
 from pod.recipe.errors import RecipeError
-from pod.recipe.loading import read_recipe
+from pod.recipe.loading import load_recipe
 from pod.terminal import exit_status
 from pod.training.adapters import merge
 from pod.training.base_model import first_config
@@ -182,9 +182,9 @@ def tokenizer_of(run: Path, base: str | None) -> PreTrainedTokenizerBase | None:
     """
     recipe = run / "recipe.yaml"
     try:
-        name = read_recipe(recipe)["model"].get("tokenizer") if recipe.exists() else None
-    except (AttributeError, KeyError, RecipeError) as error:
-        raise ValueError(f"{recipe} is truncated or damaged, it names the run's tokenizer: {error}") from error
+        name = load_recipe([f"recipe={recipe}"]).model.tokenizer if recipe.exists() else None
+    except RecipeError as error:
+        raise ValueError(f"{recipe} is damaged, it names the run's tokenizer: {error}") from error
     if name is not None:
         try:
             return load_tokenizer(name)

@@ -113,6 +113,7 @@ def _message(error: ValidationError, settings: Sequence[Setting]) -> str:
     else:
         value = set_by.value if set_by.key == path else value
         wanted = "a value of JSON" if len(place) > 2 and key == FREE else entry.wanted
+        reason = "it is no text in UTF-8" if kind == "string_unicode" else reason
         wrong = f": wanted {wanted}, got {value!r} ({type(value).__name__})" + (f"; {reason}" if reason else "")
         if entry.wanted.startswith("string") and isinstance(value, int | float):
             wrong += "; put it in quotes"
