@@ -316,6 +316,8 @@ def test_answers_are_weighed_and_scored(prepared, tmp_path):
     (log,) = (tmp_path / "run" / "logs").glob("version_*/metrics.csv")
     rows = list(csv.DictReader(log.open()))
     module = PodModule.load_from_checkpoint(tmp_path / "run" / "steps" / "step=1.ckpt")
+    saved = torch.load(tmp_path / "run" / "steps" / "step=1.ckpt", weights_only=True)["hyper_parameters"]
+    assert json.loads(json.dumps(saved)) == saved and saved["trainer"]["answer_weight"] == 2.0
     assert module.sections.trainer.answer_weight == 2.0 and module.sections.model.config == CONFIG
     module.configure_model()
     module.model.load_state_dict(rebuild(load_checkpoint(tmp_path / "run")[0]).state_dict())

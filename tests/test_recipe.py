@@ -305,6 +305,11 @@ def test_unknown_key_in_a_file_names_the_file(tmp_path):
         ("trainer.devices=[1]", "trainer.devices: wanted int, got [1] (list)"),
         ("optimizer.lr=high", "optimizer.lr: wanted float, got 'high' (str)"),
         ("optimizer.lr=.nan", "optimizer.lr: wanted float, got nan (float)"),
+        (
+            "trainer.max_tokens=1e30",
+            "trainer.max_tokens: wanted int or null, got 1e+30 (float); it must be below 2**63",
+        ),
+        ("output=\udc80", "output: wanted string or null, got '\\udc80' (str); it is no text in UTF-8"),
         ("optimizer.betas=0.9", "optimizer.betas: wanted list of floats, got 0.9 (float)"),
         ("optimizer.betas=[0.9, x]", "optimizer.betas: wanted list of floats, got [0.9, 'x'] (list)"),
         ("lora.targets=q", "lora.targets: wanted list of strings, got 'q' (str)"),
@@ -320,6 +325,26 @@ def test_unknown_key_in_a_file_names_the_file(tmp_path):
 )
 def test_wrong_type_names_key_value_and_type(override, message):
     assert refused(override) == message
+
+
+def test_wrong_values_come_before_what_is_missing_and_what_does_not_go_together(tmp_path):
+    path = write(tmp_path, "model: {base: a, config: {model_type: llama}}\ntrainer: {devices: 1.5}\n")
+    with pytest.raises(RecipeError, match=r"mine\.yaml: trainer\.devices: wanted int, got 1\.5 \(float\)$"):
+        load_recipe([f"recipe={path}"])
+    with pytest.raises(RecipeError, match=r"^required, but not given: name \(The run's name"):
+        load_recipe([f"recipe={path}", "trainer.devices=1"])
+
+
+def test_messages_name_the_file_of_what_is_wrong_and_no_other(tmp_path):
+    path = write(tmp_path, (FOLDER / "tiny-base.yaml").read_text().replace("hidden_size: ", "hidden_size: .inf # "))
+    assert refused(recipe=path).startswith(f"{path}: model.config.hidden_size: wanted a value of JSON, got inf")
+    assert refused("model.config.x=.nan", "model.config.hidden_size=8", recipe=path).startswith(
+        "model.config.x: wanted"
+    )
+    outside = write(tmp_path, (FOLDER / "tiny.yaml").read_text().replace("devices: 1", "devices: 0"))
+    assert refused(recipe=outside) == f"{outside}: trainer.devices must be in [1, inf), got 0"
+    assert refused("trainer.devices=-1", recipe=outside) == "trainer.devices must be in [1, inf), got -1"
+    assert load_recipe([f"recipe={outside}", "trainer.devices=1"]) == tiny()
 
 
 def test_a_number_where_text_is_meant_in_a_file(tmp_path):

@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,15 +86,15 @@ def _merge(into: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 def _message(error: ValidationError, settings: Sequence[Setting]) -> str:
-    """What is wrong, of pydantic's findings the first that is there to be wrong: key, value, and what was wanted."""
+    """The first that is wrong of what pydantic found: the key, its value, and what was wanted."""
     found = error.errors(include_url=False)
     missing = [".".join(each["loc"]) for each in found if each["type"] == "missing"]
-    if len(missing) == len(found):
+    wrong_values = [each for each in found if each["type"] != "missing" and not isinstance(_reason(each), RecipeError)]
+    if missing and not wrong_values:
         return "required, but not given: " + "; ".join(f"{key} ({schema()[key].doc})" for key in missing)
-    first = next(each for each in found if each["type"] != "missing")
-    reason = first.get("ctx", {}).get("error")
-    if isinstance(reason, RecipeError):  # of what goes together, in our words
-        return str(reason)
+    if not wrong_values:  # but what does not go together
+        return str(_reason(found[0]))
+    first = wrong_values[0]
     kind, place, value = first["type"], [str(part) for part in first["loc"]], first["input"]
     path = key = next(".".join(place[:depth]) for depth in (1, 2) if ".".join(place[:depth]) in schema())
     if key == FREE:
@@ -102,7 +102,7 @@ def _message(error: ValidationError, settings: Sequence[Setting]) -> str:
         path = path if place[-1] != "[key]" else path.rpartition(".")[0]
     set_by = next(each for each in reversed(settings) if f"{path}.".startswith(f"{each.key}."))
     entry = schema()[key]
-    if kind == "literal_error":
+    if entry.choices:
         wrong = f" must be one of {', '.join(entry.choices)}; got {value!r}.{closest(str(value), entry.choices)}"
     elif kind.startswith(("greater_than", "less_than")):
         wrong = f" must be in {entry.interval}, got {value!r}"
@@ -113,11 +113,16 @@ def _message(error: ValidationError, settings: Sequence[Setting]) -> str:
     else:
         value = set_by.value if set_by.key == path else value
         wanted = "a value of JSON" if len(place) > 2 and key == FREE else entry.wanted
-        reason = "it is no text in UTF-8" if kind == "string_unicode" else reason
-        wrong = f": wanted {wanted}, got {value!r} ({type(value).__name__})" + (f"; {reason}" if reason else "")
+        reason = "it is no text in UTF-8" if kind == "string_unicode" else _reason(first)
         if entry.wanted.startswith("string") and isinstance(value, int | float):
-            wrong += "; put it in quotes"
+            reason = "put it in quotes"
+        wrong = f": wanted {wanted}, got {value!r} ({type(value).__name__})" + (f"; {reason}" if reason else "")
     return f"{set_by.source}{path}{wrong}"
+
+
+def _reason(finding: Mapping[str, Any]) -> Exception | None:
+    """What a validator of ours raised."""
+    return finding.get("ctx", {}).get("error")
 
 
 def _settings(key: str, value: Any, source: str) -> Iterator[Setting]:

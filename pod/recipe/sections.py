@@ -45,7 +45,7 @@ def _number(value: Any) -> Any:
     return value
 
 
-def want_one(key: str, value: Any, other_key: str, other: Any) -> None:
+def _want_one(key: str, value: Any, other_key: str, other: Any) -> None:
     """Refuse neither or both of two keys that say the same thing in two ways."""
     if (value is None) == (other is None):
         given = "neither is" if value is None else "both are"
@@ -94,7 +94,7 @@ class Model(Section):
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
         base, config = self.base, self.config
-        want_one("model.base (start from a trained model)", base, "model.config (start from scratch)", config)
+        _want_one("model.base (start from a trained model)", base, "model.config (start from scratch)", config)
         if config is not None:
             if not isinstance(config.get("model_type"), str):
                 raise RecipeError("model.config.model_type is required: the family's name, such as llama or qwen3")
@@ -193,7 +193,7 @@ class Optimizer(Section):
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
         if self.warmup_steps is not None:
-            want_one("optimizer.warmup_steps", self.warmup_steps, "optimizer.warmup_tokens", self.warmup_tokens)
+            _want_one("optimizer.warmup_steps", self.warmup_steps, "optimizer.warmup_tokens", self.warmup_tokens)
         if len(self.betas) != 2:
             raise RecipeError(f"optimizer.betas must be two floats, got {self.betas}")
         if self.min_lr > self.lr:
@@ -285,7 +285,7 @@ class Trainer(Section):
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
-        want_one("trainer.max_steps", self.max_steps, "trainer.max_tokens", self.max_tokens)
+        _want_one("trainer.max_steps", self.max_steps, "trainer.max_tokens", self.max_tokens)
         if self.time_limit is not None and not re.fullmatch(r"\d+:\d\d:\d\d:\d\d", self.time_limit):
             raise RecipeError(f"trainer.time_limit must be DD:HH:MM:SS, got {self.time_limit!r}")
         if self.offload != "nothing" and self.strategy != "deepspeed":
