@@ -97,7 +97,7 @@ def earlier(file: Path, settings: dict) -> dict | None:
 
 def settings_of(recipe: Recipe, effort: Effort) -> dict:
     """All that a point's numbers depend on, as JSON gives it back."""
-    return json.loads(json.dumps(dataclasses.asdict(recipe) | dataclasses.asdict(effort)))
+    return json.loads(json.dumps(recipe.model_dump() | dataclasses.asdict(effort)))
 
 
 def measure(point: Point, overrides: list[str], out: Path, effort: Effort) -> dict:

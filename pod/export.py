@@ -29,6 +29,8 @@ from pod.data.tokenizer import load_tokenizer
 from pod.files import SUMS, locked, naming, opening, publish, read_sums, write_sums
 from pod.model.families import pod_config
 from pod.model.weights import load_causal_lm
+from pod.recipe.errors import RecipeError
+from pod.recipe.loading import load_recipe
 from pod.terminal import exit_status
 from pod.training.adapters import merge
 from pod.training.base_model import first_config
@@ -83,9 +85,9 @@ def load_checkpoint(path: Path) -> tuple[dict, Path]:
         The checkpoint's content, and its path.
 
     Raises:
-        ValueError: there is none, or it is damaged.
+        ValueError: there is none, it is damaged, or it is not one of `PodModule`.
     """
-    from pod.training.checkpoints import checkpoints, is_whole, last_checkpoint  # brings lightning
+    from pod.training.checkpoints import by_section, checkpoints, is_whole, last_checkpoint  # brings lightning
 
     file: Path | None = path
     if path.is_dir() and path.suffix != ".ckpt":
@@ -104,8 +106,13 @@ def load_checkpoint(path: Path) -> tuple[dict, Path]:
     elif not is_whole(path):
         raise ValueError(f"{path} is truncated or damaged: take an earlier checkpoint of the run")
     if file.is_dir():
-        return consolidated(file), file
-    return torch.load(file, map_location="cpu", weights_only=True, mmap=True), file
+        content = consolidated(file)
+    else:
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    try:
+        return content | {"hyper_parameters": by_section(content.get("hyper_parameters"))}, file
+    except ValueError as error:
+        raise ValueError(f"{file} is no checkpoint of pod.fit: {error}") from error
 
 
 def consolidated(directory: Path) -> dict:
@@ -136,22 +143,21 @@ def rebuild(checkpoint: dict, dtype: torch.dtype | None = None) -> PreTrainedMod
         dtype: of the model; as in the checkpoint when None.
 
     Raises:
-        ValueError: the checkpoint is not one of `PodModule`, or its weights do not fit its config.
+        ValueError: its weights do not fit its config.
     """
-    hparams = checkpoint.get("hyper_parameters")
-    if not hparams or "sink_size" not in hparams:
-        raise ValueError("this is no checkpoint of pod.fit: it holds no PoD hyper-parameters")
-    config = first_config(hparams["base"], hparams["model_config"], hparams["rope_theta"])
-    if hparams["blocks"] is not None or hparams["share"] == "window":
+    hparams = checkpoint["hyper_parameters"]
+    trained, lora, anchors = hparams["model"], hparams["lora"], hparams["blocks"]
+    config = first_config(trained["base"], trained["config"], trained["rope_theta"])
+    if anchors is not None or trained["share"] == "window":
         dense = LayerBlocks.dense(config.num_hidden_layers, config.num_key_value_heads)
-        blocks = dense if hparams["blocks"] is None else LayerBlocks(hparams["blocks"])
-        config = pod_config(config, blocks, hparams["sink_size"], hparams["recent_size"], hparams["share"])
-    if hparams.get("lora_rank"):
-        kept = dtype or getattr(torch, hparams["dtype"])
-        with opening(hparams["base"]):
-            model = load_causal_lm(hparams["base"], config=config, dtype=kept)
+        blocks = dense if anchors is None else LayerBlocks(anchors)
+        config = pod_config(config, blocks, trained["sink_size"], trained["recent_size"], trained["share"])
+    if lora.get("rank"):
+        kept = dtype or getattr(torch, trained["dtype"])
+        with opening(trained["base"]):
+            model = load_causal_lm(trained["base"], config=config, dtype=kept)
         adapters = {name.removeprefix("model."): value for name, value in checkpoint.pop("state_dict").items()}
-        merge(model, adapters, hparams["lora_rank"], hparams["lora_alpha"])
+        merge(model, adapters, lora["rank"], lora["alpha"])
         return model.eval()
     weights, state = {}, checkpoint.pop("state_dict")
     for name in list(state):
@@ -174,14 +180,11 @@ def tokenizer_of(run: Path, base: str | None) -> PreTrainedTokenizerBase | None:
     Raises:
         ValueError: the run's recipe cannot be read, or the tokenizer that it names cannot.
     """
-    from pod.recipe.loading import read_recipe
-    from pod.recipe.schema import RecipeError  # brings omegaconf
-
     recipe = run / "recipe.yaml"
     try:
-        name = read_recipe(recipe)["model"].get("tokenizer") if recipe.exists() else None
-    except (AttributeError, KeyError, RecipeError) as error:
-        raise ValueError(f"{recipe} is truncated or damaged, it names the run's tokenizer: {error}") from error
+        name = load_recipe([f"recipe={recipe}"]).model.tokenizer if recipe.exists() else None
+    except RecipeError as error:
+        raise ValueError(f"{recipe} is damaged, it names the run's tokenizer: {error}") from error
     if name is not None:
         try:
             return load_tokenizer(name)
@@ -302,7 +305,7 @@ def _check_free(out: Path, force: bool) -> None:
 def _export(ckpt: Path, out: Path, dtype: torch.dtype | None) -> Path:
     checkpoint, file = load_checkpoint(ckpt)
     model = rebuild(checkpoint, dtype)
-    base = checkpoint["hyper_parameters"]["base"]
+    base = checkpoint["hyper_parameters"]["model"]["base"]
     _check_apart(out, {} if base is None else {"the model that was trained": Path(base)})
     tokenizer = tokenizer_of(file.parent.parent, base)
     if tokenizer is not None:

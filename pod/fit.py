@@ -42,7 +42,7 @@ from pod.data.tokenizer import check_tokenizer, check_vocabulary, load_tokenizer
 from pod.files import check_writable, locked, naming, opening, replacing
 from pod.model.weights import load_causal_lm
 from pod.recipe.loading import main_recipe, save
-from pod.recipe.schema import Recipe, accumulate, output_folder, steps, warmup_steps
+from pod.recipe.schema import Recipe, accumulate, output_folder, steps
 from pod.terminal import Stopped, exit_status
 from pod.training.base_model import first_config
 from pod.training.checkpoints import Checkpoints, SaveAtEnd, TimeLimit, WholeFiles, check_blocks, resume_from
@@ -264,15 +264,10 @@ def fit(recipe: Recipe) -> lightning.Trainer:
 
 
 def _fit(recipe: Recipe, data: PodDataModule, out: Path) -> lightning.Trainer:
-    folder = out / "steps"
-    checkpoint = resume_from(recipe, folder)
+    checkpoint = resume_from(recipe, out / "steps")
     check_data(recipe, data)
-    if rank_zero_only.rank == 0:  # a flipped bit would be trained on; reading all takes a second per gigabyte
-        for prepared in filter(None, (data.prepared, data.validation)):
-            prepared.verify()
-        if recipe.trainer.strategy == "deepspeed" and recipe.trainer.zero_stage == 3 and recipe.model.base is not None:
-            with opening(recipe.model.base):  # loading in parts would not tell of weights that are left over
-                load_causal_lm(recipe.model.base, device_map="meta")
+    if rank_zero_only.rank == 0:
+        _check_content(recipe, data)
     check_writable(out)
     lightning.seed_everything(recipe.seed, verbose=False)
     blocks = choose_blocks(recipe, out)
@@ -284,46 +279,54 @@ def _fit(recipe: Recipe, data: PodDataModule, out: Path) -> lightning.Trainer:
         if blocks is not None:
             blocks.save(out / "blocks.json")
         save(recipe, out / "recipe.yaml")
-    accumulation = accumulate(recipe)
-    total = steps(recipe)
     module = PodModule(
-        base=recipe.model.base,
-        model_config=None if recipe.model.base is not None else dict(recipe.model.config),
-        initialization=recipe.model.initialization,
+        model=recipe.model,
+        trainer=recipe.trainer,
+        optimizer=recipe.optimizer,
+        distill=recipe.distill,
+        lora=recipe.lora,
         blocks=None if blocks is None else blocks.anchors.tolist(),
-        sink_size=recipe.model.sink_size,
-        recent_size=recipe.model.recent_size,
-        share=recipe.model.share,
-        rope_theta=recipe.model.rope_theta,
-        dtype=recipe.model.dtype,
-        gradient_checkpointing=recipe.model.gradient_checkpointing,
-        offload_checkpoints=recipe.model.offload_checkpoints,
-        mlp_tiles=recipe.model.mlp_tiles,
-        compile=recipe.model.compile,
-        lr=recipe.optimizer.lr,
-        min_lr=recipe.optimizer.min_lr,
-        betas=list(recipe.optimizer.betas),
-        weight_decay=recipe.optimizer.weight_decay,
-        warmup_steps=warmup_steps(recipe),
-        max_steps=total,
-        loss_chunk=recipe.trainer.loss_chunk,
-        answer_weight=recipe.trainer.answer_weight,
-        distill_weight=recipe.distill.weight,
-        distill_temperature=recipe.distill.temperature,
-        lora_rank=recipe.lora.rank,
-        lora_alpha=recipe.lora.alpha,
-        lora_dropout=recipe.lora.dropout,
-        lora_targets=list(recipe.lora.targets),
         bytes_per_token=1.0 if data.prepared.tokenizer == "bytes" else None,
     )
-    save_at_end = SaveAtEnd(folder)
-    trainer = lightning.Trainer(
+    save_at_end = SaveAtEnd(out / "steps")
+    trainer = make_trainer(recipe, out, save_at_end)
+    if checkpoint is not None and trainer.is_global_zero:
+        print(f"continuing from {checkpoint}")
+    # Only our own run's files are read, and they hold tensors and plain values alone.
+    try:
+        trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
+    except RuntimeError as error:
+        if checkpoint is None or "loading state_dict" not in str(error):
+            raise
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"{checkpoint} does not fit the model: what is at model.base={recipe.model.base} has changed since, or the "
+            f"library has. Put it back, or begin a new run with another output=FOLDER ({reason[:300]})"
+        ) from error
+    if save_at_end.received == signal.SIGINT:  # after the last step: the run is done, but not what was to follow it
+        raise KeyboardInterrupt
+    return trainer
+
+
+def _check_content(recipe: Recipe, data: PodDataModule) -> None:
+    """Read all that training would take without a look at it."""
+    for prepared in filter(None, (data.prepared, data.validation)):  # a flipped bit would be trained on
+        prepared.verify()  # a second per gigabyte
+    if recipe.trainer.strategy == "deepspeed" and recipe.trainer.zero_stage == 3 and recipe.model.base is not None:
+        with opening(recipe.model.base):  # loading in parts would not tell of weights that are left over
+            load_causal_lm(recipe.model.base, device_map="meta")
+
+
+def make_trainer(recipe: Recipe, out: Path, save_at_end: SaveAtEnd) -> lightning.Trainer:
+    """Lightning's trainer of a recipe, which writes into `out`."""
+    accumulation = accumulate(recipe)
+    return lightning.Trainer(
         accelerator=recipe.trainer.accelerator,
         devices=recipe.trainer.devices,
         num_nodes=recipe.trainer.num_nodes,
         strategy=strategy(recipe),
         precision=recipe.trainer.precision,
-        max_steps=total,
+        max_steps=steps(recipe),
         max_epochs=-1,
         accumulate_grad_batches=accumulation,
         gradient_clip_val=recipe.optimizer.gradient_clip,
@@ -337,7 +340,7 @@ def _fit(recipe: Recipe, data: PodDataModule, out: Path) -> lightning.Trainer:
         plugins=None if recipe.trainer.strategy == "deepspeed" else [WholeFiles()],
         callbacks=[
             Checkpoints(
-                folder,
+                out / "steps",
                 filename="{step}",
                 monitor="step",
                 mode="max",
@@ -355,22 +358,6 @@ def _fit(recipe: Recipe, data: PodDataModule, out: Path) -> lightning.Trainer:
         ],
         default_root_dir=out,
     )
-    if checkpoint is not None and trainer.is_global_zero:
-        print(f"continuing from {checkpoint}")
-    # Only our own run's files are read, and they hold tensors and plain values alone.
-    try:
-        trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
-    except RuntimeError as error:
-        if checkpoint is None or "loading state_dict" not in str(error):
-            raise
-        reason = " ".join(str(error).split())
-        raise ValueError(
-            f"{checkpoint} does not fit the model: what is at model.base={recipe.model.base} has changed since, or the "
-            f"library has. Put it back, or begin a new run with another output=FOLDER ({reason[:300]})"
-        ) from error
-    if save_at_end.received == signal.SIGINT:  # after the last step: the run is done, but not what was to follow it
-        raise KeyboardInterrupt
-    return trainer
 
 
 @exit_status

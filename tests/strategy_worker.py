@@ -103,7 +103,7 @@ def train(run, spec):
 
         def configure_model(self):
             super().configure_model()
-            if run["module"].get("lora_rank"):
+            if run["module"].get("lora"):
                 draw_adapters(self.model)
             self.loaded = sum(p.numel() for p in self.parameters())
             if run["checkpointing"] is not None:
@@ -131,7 +131,9 @@ def train(run, spec):
         enable_model_summary=False,
         callbacks=[recorded],
     )
-    module = Module(base=run["base"], blocks=run["blocks"], **run["module"], **spec["module"])
+    sections = spec["module"] | run["module"]
+    sections["model"] = {"base": run["base"], **spec["module"]["model"], **run["module"].get("model", {})}
+    module = Module(**sections, blocks=run["blocks"])
     data = PodDataModule(run["data"], run["length"], micro_batch_size=spec["micro_batch_size"], seed=3)
     calls, exchange = [], dist.all_to_all_single
 

@@ -43,7 +43,7 @@ def graphs(monkeypatch):
     torch._dynamo.reset()
 
 
-def the_same(tmp_path, **settings):
+def the_same(tmp_path, model=None, **settings):
     """Two steps of a module, compiled and not: losses and gradients are equal to the last bit."""
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(tmp_path / "base")
@@ -52,9 +52,14 @@ def the_same(tmp_path, **settings):
     found = []
     for compiled in (False, True):
         torch.manual_seed(2)
-        module = PodModule(
-            base=str(tmp_path / "base"), sink_size=2, recent_size=5, loss_chunk=7, compile=compiled, **settings
-        )
+        wanted = {
+            "base": str(tmp_path / "base"),
+            "sink_size": 2,
+            "recent_size": 5,
+            "compile": compiled,
+            **(model or {}),
+        }
+        module = PodModule(wanted, {"max_steps": 2, "tokens_per_batch": 38, "loss_chunk": 7}, **settings)
         module.log = lambda *args, **kwargs: None
         module.configure_model()
         names = set(module.state_dict())
@@ -73,7 +78,7 @@ def the_same(tmp_path, **settings):
 
 
 def test_one_graph_has_the_eager_gradients(tmp_path, graphs):
-    the_same(tmp_path, blocks=BLOCKS, gradient_checkpointing=True)
+    the_same(tmp_path, blocks=BLOCKS, model={"gradient_checkpointing": True})
     assert len(graphs) == 1
 
 
@@ -81,10 +86,10 @@ def test_one_graph_has_the_eager_gradients(tmp_path, graphs):
 @pytest.mark.parametrize(
     "settings, count",
     [
-        ({"blocks": BLOCKS, "share": "keys", "mlp_tiles": 2}, 1),
-        ({"share": "window"}, 1),
-        ({"blocks": BLOCKS, "distill_weight": 0.5}, 2),
-        ({"blocks": BLOCKS, "distill_weight": 0.5, "lora_rank": 2}, 2),
+        ({"blocks": BLOCKS, "model": {"share": "keys", "mlp_tiles": 2}}, 1),
+        ({"model": {"share": "window"}}, 1),
+        ({"blocks": BLOCKS, "distill": {"weight": 0.5}}, 2),
+        ({"blocks": BLOCKS, "distill": {"weight": 0.5}, "lora": {"rank": 2}}, 2),
     ],
 )
 def test_further_models_have_the_eager_gradients(tmp_path, graphs, settings, count):

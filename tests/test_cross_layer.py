@@ -205,7 +205,8 @@ def test_saved_and_exported_models_share_the_same(tmp_path):
     assert again.config.share == "kv" and torch.equal(again(ids, use_cache=False).logits, wanted)
 
     stock().save_pretrained(tmp_path / "base")
-    module = PodModule(base=str(tmp_path / "base"), blocks=MIXED.anchors.tolist(), share="kv")
+    model = {"base": str(tmp_path / "base"), "share": "kv"}
+    module = PodModule(model, {"max_steps": 1, "tokens_per_batch": 20}, blocks=MIXED.anchors.tolist())
     module.configure_model()
     frozen = {name for name, parameter in module.model.named_parameters() if not parameter.requires_grad}
     assert frozen == {f"model.layers.1.self_attn.{kind}_proj.weight" for kind in "kv"}

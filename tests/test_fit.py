@@ -140,7 +140,7 @@ def test_the_device_is_asked_for_numbers_at_logged_steps_only(prepared, tmp_path
 
 def test_the_state_of_a_gpus_random_numbers_is_kept(monkeypatch):
     """Dropout on a GPU draws from the GPU's own generator. A run on the CPU asks for none."""
-    module = PodModule(model_config=CONFIG)
+    module = PodModule({"config": CONFIG, "tokenizer": "bytes"}, {"max_steps": 1, "tokens_per_batch": 32})
     state, given = torch.arange(16, dtype=torch.uint8), []
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: state)
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda *arguments: given.append(arguments))
@@ -222,7 +222,8 @@ def test_every_epoch_ends_with_a_whole_step(few, epochs):
     assert counts == dict.fromkeys(range(5), 4)
     assert sorted(path.name for path in (run / "steps").iterdir()) == [f"step={n}.ckpt" for n in range(1, 6)]
     lightning.seed_everything(0, verbose=False)
-    module = PodModule(model_config=CONFIG, sink_size=2, recent_size=14, lr=1e-2, weight_decay=0.1, max_steps=5)
+    recipe = load_recipe([f"recipe={run / 'recipe.yaml'}"])
+    module = PodModule(recipe.model, recipe.trainer, recipe.optimizer)
     module.configure_model()
     samples = PreparedDataset(few)
     chosen = module.configure_optimizers()
@@ -315,7 +316,9 @@ def test_answers_are_weighed_and_scored(prepared, tmp_path):
     (log,) = (tmp_path / "run" / "logs").glob("version_*/metrics.csv")
     rows = list(csv.DictReader(log.open()))
     module = PodModule.load_from_checkpoint(tmp_path / "run" / "steps" / "step=1.ckpt")
-    assert module.hparams.answer_weight == 2.0
+    saved = torch.load(tmp_path / "run" / "steps" / "step=1.ckpt", weights_only=True)["hyper_parameters"]
+    assert json.loads(json.dumps(saved)) == saved and saved["trainer"]["answer_weight"] == 2.0
+    assert module.sections.trainer.answer_weight == 2.0 and module.sections.model.config == CONFIG
     module.configure_model()
     module.model.load_state_dict(rebuild(load_checkpoint(tmp_path / "run")[0]).state_dict())
     right = count = 0
@@ -525,7 +528,8 @@ def test_fit_ends_with_what_is_next(prepared, tmp_path, capsys, caplog, recwarn)
 
 def test_torchs_initialization_has_embeddings_of_unit_variance():
     torch.manual_seed(0)
-    module = PodModule(model_config=CONFIG | {"tie_word_embeddings": False}, initialization="torch")
+    model = {"config": CONFIG | {"tie_word_embeddings": False}, "tokenizer": "bytes", "initialization": "torch"}
+    module = PodModule(model, {"max_steps": 1, "tokens_per_batch": 32})
     module.configure_model()
     weights = dict(module.model.named_parameters())
     assert 0.9 < float(weights["model.embed_tokens.weight"].std()) < 1.1

@@ -24,6 +24,7 @@ SIZES = {
 }
 BLOCKS = [[0, 0], [0, 1], [2, 1], [2, 1]]
 WINDOW = {"sink_size": 2, "recent_size": 5}
+TRAINER = {"max_steps": 1000, "tokens_per_batch": 38, "loss_chunk": 7}
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +38,9 @@ def base(tmp_path_factory):
     return folder
 
 
-def a_module(base, name="llama", **changes):
+def a_module(base, name="llama", model=None, **learning):
     torch.manual_seed(1)
-    module = PodModule(base=str(base / name), blocks=BLOCKS, **WINDOW, loss_chunk=7, **changes)
+    module = PodModule({"base": str(base / name), **WINDOW, **(model or {})}, TRAINER, blocks=BLOCKS, **learning)
     module.log = lambda *args, **kwargs: None
     module.configure_model()
     return module
@@ -83,7 +84,7 @@ def written(module):
 
 @pytest.mark.parametrize("targets", [["q", "k", "v", "o"], ["q"], ["v", "gate", "down"]])
 def test_adapters_alone_are_trained_and_written(base, targets):
-    module = a_module(base, lora_rank=3, lora_targets=targets, lora_alpha=6.0)
+    module = a_module(base, lora={"rank": 3, "targets": targets, "alpha": 6.0})
     batch = a_batch()
     whole = a_module(base)
     assert torch.equal(module.hidden_states(batch), whole.hidden_states(batch)), "B is 0 at first"
@@ -104,7 +105,7 @@ def test_adapters_alone_are_trained_and_written(base, targets):
 
 def test_gradients_are_those_of_the_merged_weights(base):
     """dL/dA and dL/dB from the gradient of the merged matrix W + s B A, by the chain rule."""
-    module = a_module(base, lora_rank=3, lora_alpha=6.0)
+    module = a_module(base, lora={"rank": 3, "alpha": 6.0})
     steps(module)
     module.zero_grad()
     module.training_step(a_batch(), 0).backward()
@@ -124,7 +125,7 @@ def test_gradients_are_those_of_the_merged_weights(base):
 
 
 def test_bfloat16_weights_have_float32_adapters(base):
-    module = a_module(base, "qwen2", dtype="bfloat16", lora_rank=2, gradient_checkpointing=True)
+    module = a_module(base, "qwen2", {"dtype": "bfloat16", "gradient_checkpointing": True}, lora={"rank": 2})
     changed = steps(module)
     named = dict(module.named_parameters())
     assert len(changed) == 4 * 4 * 2 and {named[name].dtype for name in changed} == {torch.float32}
@@ -138,7 +139,7 @@ def test_bfloat16_weights_have_float32_adapters(base):
 
 
 def test_wrong_adapters_are_named(base):
-    module = a_module(base, lora_rank=3)
+    module = a_module(base, lora={"rank": 3})
     state = {name.removeprefix("model."): value for name, value in written(module)["state_dict"].items()}
     plain = a_module(base).model
     name = "model.layers.0.self_attn.q_proj.lora_A.default.weight"
@@ -155,11 +156,11 @@ def test_wrong_adapters_are_named(base):
     ):
         with pytest.raises(ValueError, match=message):
             add_adapters(plain, *arguments)
-    other = a_module(base, lora_rank=3, lora_targets=["q", "up"])
+    other = a_module(base, lora={"rank": 3, "targets": ["q", "up"]})
     with pytest.raises(ValueError, match="the checkpoint lacks 8 of the tensors .* lora.targets of its run"):
         other.on_load_checkpoint({"state_dict": {f"model.{name}": value for name, value in state.items()}})
-    with pytest.raises(ValueError, match="need a base"):
-        PodModule(model_config={"model_type": "llama"}, lora_rank=2)
+    with pytest.raises(ValueError, match="need model.base"):
+        PodModule({"config": {"model_type": "llama"}, "tokenizer": "bytes"}, TRAINER, lora={"rank": 2})
 
 
 # Distillation
@@ -168,8 +169,8 @@ def test_wrong_adapters_are_named(base):
 @pytest.mark.parametrize("lora_rank", [0, 3])
 @pytest.mark.parametrize("share", ["scores", "keys"])
 def test_the_loss_is_the_plain_formula(base, lora_rank, share):
-    settings = {"share": share, "distill_temperature": 2.0, "lora_rank": lora_rank, "mlp_tiles": 2}
-    module = a_module(base, distill_weight=0.75, gradient_checkpointing=True, **settings)
+    model = {"share": share, "mlp_tiles": 2, "gradient_checkpointing": True}
+    module = a_module(base, model=model, distill={"weight": 0.75, "temperature": 2.0}, lora={"rank": lora_rank})
     assert (module.teacher is None) == (lora_rank > 0)
     batch = a_batch()
     for _ in range(2):  # and once more, with another student
@@ -193,7 +194,8 @@ def test_the_loss_is_the_plain_formula(base, lora_rank, share):
 
 
 def test_the_teacher_of_a_window_model_sees_everything(base):
-    module = PodModule(base=str(base / "llama"), **WINDOW, share="window", lora_rank=2, distill_weight=1.0)
+    model = {"base": str(base / "llama"), **WINDOW, "share": "window"}
+    module = PodModule(model, TRAINER, lora={"rank": 2}, distill={"weight": 1.0})
     module.log = lambda *args, **kwargs: None
     module.configure_model()
     batch = a_batch()
@@ -204,10 +206,10 @@ def test_the_teacher_of_a_window_model_sees_everything(base):
 
 
 def test_a_resumed_run_distills_on(base):
-    module = a_module(base, distill_weight=0.5)
+    module = a_module(base, distill={"weight": 0.5})
     steps(module)
     checkpoint = written(module)
-    again = a_module(base, distill_weight=0.5)
+    again = a_module(base, distill={"weight": 0.5})
     again.on_load_checkpoint(checkpoint)
     again.load_state_dict(checkpoint["state_dict"], strict=again.strict_loading)
     assert torch.equal(again.training_step(a_batch(), 0), module.training_step(a_batch(), 0))

@@ -25,8 +25,9 @@ from pod.model.families import (
     PodQwen3ForCausalLM,
 )
 from pod.model.shape import KNOWN_CONFIGS, Shape
+from pod.recipe.errors import RecipeError
 from pod.recipe.loading import load_recipe, recipes
-from pod.recipe.schema import RecipeError
+from pod.recipe.sections import Distill, Lora
 from pod.training.loss import chunked_cross_entropy, chunked_distillation
 from pod.training.memory import Memory, Sharing
 from pod.training.module import PodModule
@@ -46,14 +47,19 @@ def storages(tensors):
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-def measured(config, anchors, checkpointing, batch=2, length=128, dtype="float32", chunk=32, autocast=False, **changes):
+def measured(config, anchors, checkpointing, *, dtype="float32", share="scores", autocast=False, base=None, **learning):
     """Bytes of parameters, gradients, AdamW's state, and what the forward of one real step saved for the backward."""
     torch.manual_seed(0)
-    start = {} if "base" in changes else {"model_config": config}
-    module = PodModule(
-        blocks=anchors, sink_size=2, recent_size=14, dtype=dtype, loss_chunk=chunk,
-        gradient_checkpointing=checkpointing, **start, **changes,
-    )  # fmt: skip
+    model = {"base": base} if base else {"config": config, "tokenizer": "bytes"}
+    model |= {
+        "sink_size": 2,
+        "recent_size": 14,
+        "dtype": dtype,
+        "share": share,
+        "gradient_checkpointing": checkpointing,
+    }
+    trainer = {"max_steps": 1, "tokens_per_batch": 256, "loss_chunk": 32}
+    module = PodModule(model, trainer, blocks=anchors, **learning)
     module.configure_model()
     parameters = list(module.parameters())
     own = {parameter.untyped_storage().data_ptr() for parameter in parameters}
@@ -65,7 +71,7 @@ def measured(config, anchors, checkpointing, batch=2, length=128, dtype="float32
             saved[pointer] = tensor  # kept, so that no address is used twice
         return tensor
 
-    ids = torch.randint(0, config["vocab_size"], (batch, length))
+    ids = torch.randint(0, config["vocab_size"], (2, 128))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             batch = {"input_ids": ids}
@@ -130,9 +136,9 @@ def test_a_real_step_under_autocast(checkpointing, dtype):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"lora_rank": 4},
-        {"lora_rank": 3, "lora_targets": ["q", "v", "gate", "down"], "distill_weight": 0.5},
-        {"distill_weight": 0.5},
+        {"lora": {"rank": 4}},
+        {"lora": {"rank": 3, "targets": ["q", "v", "gate", "down"]}, "distill": {"weight": 0.5}},
+        {"distill": {"weight": 0.5}},
     ],
 )
 def test_the_states_of_adapters_and_of_a_teacher(tmp_path, dtype, weight_bytes, changes):
@@ -140,25 +146,22 @@ def test_the_states_of_adapters_and_of_a_teacher(tmp_path, dtype, weight_bytes, 
     LlamaForCausalLM(LlamaConfig(**fields)).save_pretrained(tmp_path / "base")
     found = measured(CONFIG, ANCHORS, True, dtype=dtype, base=str(tmp_path / "base"), **changes)
     recipe = load_recipe(["recipe=tiny", f"model.base={tmp_path}/base", f"model.dtype={dtype}"])
-    recipe.lora.rank = changes.get("lora_rank", 0)
-    recipe.lora.targets = changes.get("lora_targets", recipe.lora.targets)
-    recipe.distill.weight = changes.get("distill_weight", 0.0)
+    recipe.lora = Lora(**changes.get("lora", {}))
+    recipe.distill = Distill(**changes.get("distill", {}))
     plan = make_plan(recipe)
     memory = plan.memory
     assert (memory.parameters, memory.gradients, memory.optimizer) == found[:3] and memory.weight_bytes == weight_bytes
     plain = replace(plan, memory=replace(memory, adapters=0, distills=False, teacher=False))
-    assert (memory.optimizer < plain.memory.optimizer) == ("lora_rank" in changes)
-    assert (memory.parameters > 1.9 * plain.memory.parameters) == ("lora_rank" not in changes)
-    assert (memory.logits > plain.memory.logits) == ("distill_weight" in changes)
+    assert (memory.optimizer < plain.memory.optimizer) == ("lora" in changes)
+    assert (memory.parameters > 1.9 * plain.memory.parameters) == ("lora" not in changes)
+    assert (memory.logits > plain.memory.logits) == ("distill" in changes)
     text = next(plan.lines())
-    assert ("adapters trained" in text, "taught" in text) == ("lora_rank" in changes, "distill_weight" in changes)
+    assert ("adapters trained" in text, "taught" in text) == ("lora" in changes, "distill" in changes)
     # A forward and two backwards; a frozen matrix has one backward; a teacher has a forward.
-    share = (4 / 6 if "lora_rank" in changes else 1) + (1 / 3 if "distill_weight" in changes else 0)
+    share = (4 / 6 if "lora" in changes else 1) + (1 / 3 if "distill" in changes else 0)
     adapters = 6 * memory.adapters
     assert plan.flops_per_token[0] - adapters == pytest.approx(share * plain.flops_per_token[0])
-    assert plan.flops_per_token[1] == pytest.approx(
-        plain.flops_per_token[1] * (4 / 3 if "distill_weight" in changes else 1)
-    )
+    assert plan.flops_per_token[1] == pytest.approx(plain.flops_per_token[1] * (4 / 3 if "distill" in changes else 1))
 
 
 @pytest.mark.parametrize("distills", [False, True])

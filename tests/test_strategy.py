@@ -43,7 +43,12 @@ from pod.training.strategy import world_size_of
 ROOT = Path(__file__).parent.parent
 
 STEPS, CLIP, LR, MIN_LR, DECAY, BETAS, MICRO = 4, 0.05, 5e-4, 1e-4, 0.1, (0.9, 0.95), 2
-MODULE = {"sink_size": 2, "recent_size": 5, "lr": LR, "min_lr": MIN_LR, "weight_decay": DECAY, "max_steps": STEPS}
+WINDOW = {"sink_size": 2, "recent_size": 5}
+MODULE = {
+    "model": WINDOW,
+    "trainer": {"max_steps": STEPS, "tokens_per_batch": 1, "loss_chunk": 7},
+    "optimizer": {"lr": LR, "min_lr": MIN_LR, "weight_decay": DECAY},
+}
 BLOCKS = [[0, 0], [0, 1], [2, 1], [2, 1]]  # the two KV heads share differently
 LENGTH = 37  # odd, so no part of it is whole
 # Wide enough that hidden states and anchors outweigh token ids and angles, as they do in a real model.
@@ -99,7 +104,7 @@ def a_run(inputs, size=1, stage=3, kv_heads=2, data="packed", accumulate=2, **ch
     blocks = BLOCKS if kv_heads == 2 else [row[1:] for row in BLOCKS]
     run = {"sequence_parallel_size": size, "stage": stage, "base": str(inputs / f"kv{kv_heads}"), "blocks": blocks}
     run |= {"data": str(inputs / data), "length": LENGTH, "accumulate": accumulate, "checkpointing": None}
-    run |= {"module": {"loss_chunk": 7}, "offload": {}, "save": None, "resume": None}
+    run |= {"module": {}, "offload": {}, "save": None, "resume": None}
     return run | {"backend": "reference", "precision": "32-true"} | changes
 
 
@@ -157,7 +162,7 @@ def one_process(run, seen, loaded=torch.float32, dtype=torch.float32):
     """
     samples = PreparedDataset(run["data"])
     stock = AutoModelForCausalLM.from_pretrained(run["base"], dtype=loaded).float()
-    share = run["module"].get("share", "scores")
+    share = run["module"].get("model", {}).get("share", "scores")
     model = pod.convert(stock, pod.LayerBlocks(run["blocks"]), sink_size=2, recent_size=5, share=share).train()
     for layer in model.model.layers:
         for unused in layer.self_attn.unused_parameters():
@@ -269,10 +274,11 @@ def check_noise(run, ranks):
 def one_module(run, seen):
     """The same training by `PodModule` in one process, on whole samples, as `one_process` does it by hand."""
     samples = PreparedDataset(run["data"])
-    module = PodModule(base=run["base"], blocks=run["blocks"], **run["module"], **MODULE)
+    sections = MODULE | run["module"] | {"model": {"base": run["base"], **WINDOW}}
+    module = PodModule(**sections, blocks=run["blocks"])
     module.log = lambda *args, **kwargs: None
     module.configure_model()
-    if run["module"].get("lora_rank"):
+    if run["module"].get("lora"):
         draw_adapters(module.model)
     named = {name: p for name, p in module.model.named_parameters() if p.requires_grad}
     chosen = module.configure_optimizers()
@@ -296,12 +302,12 @@ def one_module(run, seen):
 @pytest.mark.slow
 def test_a_teacher_and_adapters_are_sharded_too(inputs, tmp_path):
     """Distillation and LoRA, on two processes and on one; the teacher is frozen and, under ZeRO-3, in shards."""
-    distill = {"loss_chunk": 7, "distill_weight": 0.75, "distill_temperature": 1.5}
-    lora = {"lora_rank": 2, "lora_alpha": 4.0, "lora_targets": ["q", "v", "down"]}
+    distill = {"distill": {"weight": 0.75, "temperature": 1.5}}
+    lora = {"lora": {"rank": 2, "alpha": 4.0, "targets": ["q", "v", "down"]}}
     runs = {
         "sp2-distill": a_run(inputs, 2, checkpointing=False, module=distill),
         "dp2-distill": a_run(inputs, stage=2, module=distill),
-        "sp2-lora": a_run(inputs, 2, checkpointing=False, module={"loss_chunk": 7} | lora),
+        "sp2-lora": a_run(inputs, 2, checkpointing=False, module=lora),
         "sp2-lora-distill": a_run(inputs, 2, checkpointing=False, module=distill | lora),
         "dp2-lora-distill": a_run(inputs, module=distill | lora, accumulate=1),
         "dp2-ddp-lora": a_run(inputs, stage=0, module=distill | lora),
@@ -377,7 +383,7 @@ def check_consolidated(run, ranks):
     base = dict(AutoModelForCausalLM.from_pretrained(run["base"]).named_parameters())
     frozen = weights.keys() - saved.keys()
     assert all(torch.equal(weights[name], base[name]) for name in frozen)
-    assert bool(frozen) == ("share" in run["module"])
+    assert bool(frozen) == ("model" in run["module"])
 
 
 def check_exchange(run, ranks, heads=4, kv_heads=2, dimension=4, itemsize=4):
@@ -390,7 +396,7 @@ def check_exchange(run, ranks, heads=4, kv_heads=2, dimension=4, itemsize=4):
             continue
         assert len(wrote["calls"]) == 2 * passes * 4 * micros
         tokens = MICRO * math.ceil(LENGTH / size)
-        with_keys = 3 if "share" in run["module"] else 4  # layers: the last one of BLOCKS has no anchors
+        with_keys = 3 if "model" in run["module"] else 4  # layers: the last one of BLOCKS has no anchors
         moved = 4 * 2 * heads + with_keys * 2 * max(kv_heads, size)
         assert sum(wrote["calls"]) == tokens * dimension * itemsize * moved * passes * micros
 
@@ -399,7 +405,7 @@ def check_exchange(run, ranks, heads=4, kv_heads=2, dimension=4, itemsize=4):
 def test_two_processes_are_one(inputs, tmp_path):
     """ZeRO-3, 2 and 1 and DDP, the sequence or the samples shared by two ranks; what they wrote, read by one."""
     saved = {name: [2, str(tmp_path / f"{name}.ckpt")] for name in ("sp2-zero1", "dp2-zero2", "sp2-kv")}
-    kv = {"loss_chunk": 7, "share": "kv"}
+    kv = {"model": {"share": "kv"}}
     runs = {
         "sp2": a_run(inputs, 2, checkpointing=False),
         "sp2-one-kv-head": a_run(inputs, 2, kv_heads=1, checkpointing=True),
@@ -407,7 +413,7 @@ def test_two_processes_are_one(inputs, tmp_path):
             inputs,
             2,
             checkpointing=False,
-            module={"loss_chunk": 7, "offload_checkpoints": True, "mlp_tiles": 3},
+            module={"model": {"gradient_checkpointing": True, "offload_checkpoints": True, "mlp_tiles": 3}},
             offload={"offload_optimizer": True, "offload_parameters": True},
         ),
         "sp2-composed": a_run(inputs, 2, data="plain", backend="composed", accumulate=1),
@@ -459,7 +465,8 @@ def test_four_processes_are_one(inputs, tmp_path):
 
 def test_mean_of_the_ranks_losses_is_the_batchs(inputs):
     """`PodModule.loss` on threads as ranks: labels that cross the ranks' border, and a rank without any target."""
-    module = PodModule(base=str(inputs / "kv2"), blocks=BLOCKS, sink_size=2, recent_size=5, loss_chunk=4)
+    sections = {"model": {"base": str(inputs / "kv2"), **WINDOW}, "trainer": MODULE["trainer"] | {"loss_chunk": 4}}
+    module = PodModule(**sections, blocks=BLOCKS)
     module.configure_model()
     ids = torch.randint(80, (2, LENGTH), generator=torch.Generator().manual_seed(5))
     labels = ids.clone()
@@ -474,7 +481,7 @@ def test_mean_of_the_ranks_losses_is_the_batchs(inputs):
     for size in (2, 4):
 
         def one_rank(group):
-            mine = PodModule(base=str(inputs / "kv2"), blocks=BLOCKS, sink_size=2, recent_size=5, loss_chunk=4)
+            mine = PodModule(**sections, blocks=BLOCKS)
             mine._trainer = SimpleNamespace(strategy=SimpleNamespace(sequence_group=group))
             mine.model = module.model
             states = mine.hidden_states(batch)
@@ -494,7 +501,7 @@ def test_mean_of_the_ranks_losses_is_the_batchs(inputs):
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_a_rebuilt_model_takes_each_weight_once(inputs, dtype):
     """Of a sharded checkpoint, whose weights are put together when they are asked for."""
-    module = PodModule(base=str(inputs / "kv1"), sink_size=2, recent_size=5)
+    module = PodModule({"base": str(inputs / "kv1"), **WINDOW}, MODULE["trainer"])
     module.configure_model()
     made, most = [], []
 
@@ -519,7 +526,7 @@ def test_a_rebuilt_model_takes_each_weight_once(inputs, dtype):
 
 
 def test_heads_are_checked_before_anything_is_loaded(inputs):
-    module = PodModule(base=str(inputs / "kv2"))
+    module = PodModule({"base": str(inputs / "kv2")}, MODULE["trainer"])
     module._trainer = SimpleNamespace(strategy=SimpleNamespace(sequence_group=SequenceGroup(3, 0, None)))
     with pytest.raises(ValueError, match="sequence_parallel_size=3 does not fit 4 query heads and 2 KV heads"):
         module.configure_model()

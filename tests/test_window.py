@@ -155,7 +155,8 @@ def test_saved_and_exported_models_keep_the_window(tmp_path):
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "saved")(ids, use_cache=False).logits, wanted)
 
     stock().save_pretrained(tmp_path / "base")
-    module = PodModule(base=str(tmp_path / "base"), sink_size=2, recent_size=6, share="window")
+    model = {"base": str(tmp_path / "base"), "sink_size": 2, "recent_size": 6, "share": "window"}
+    module = PodModule(model, {"max_steps": 1, "tokens_per_batch": 20})
     module.configure_model()
     assert torch.equal(module.model.eval()(ids, use_cache=False).logits, wanted)
     checkpoint = {"state_dict": module.state_dict(), "hyper_parameters": dict(module.hparams)}

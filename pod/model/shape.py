@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pod.recipe.schema import RecipeError
+from pod.recipe.errors import RecipeError
 
 # Configs of hub models, from their published config.json, for machines that cannot reach the hub.
 _LLAMA3_8B = {

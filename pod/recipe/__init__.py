@@ -1,7 +1,8 @@
 """Recipes: YAML and key=value, read strictly.
 
-schema.py   the schema of the recipes: every key with its default and help
-yaml.py     reads and writes their YAML
-checks.py   whether a recipe can be run; the closest name
-loading.py  from a file and key=value to a recipe; the list of recipes, --help
+sections.py  every key with its type, bounds, default and help, and what goes together in a section
+schema.py    the recipe of these sections, what goes together across them, what a run derives from it
+yaml.py      reads and writes their YAML
+loading.py   from a file and key=value to a recipe; the list of recipes, --help
+errors.py    the error of all these, and the closest name
 """

@@ -1,28 +1,36 @@
-"""From files and the command line to a recipe: `schema <- recipes/NAME.yaml <- key=value`, later ones winning.
+"""From files and the command line to a recipe: `defaults <- recipes/NAME.yaml <- key=value`, later ones winning.
 
     recipe = load_recipe(["recipe=tiny", "trainer.max_steps=20", "model.config.hidden_size=64"])
 
 `recipe=` is the name of a file in the recipes folder (that of the repository, or $POD_RECIPES) or a path. Values are
-YAML; `1e3` and `1_000` are fine where an int is meant, and `${key}` takes another key's value. Whatever is wrong with
-a recipe is a RecipeError, whose message names the key, the value, and what to write instead.
+YAML; `1e3` and `1_000` are fine where an int is meant. Whatever is wrong with a recipe is a RecipeError, whose message
+names the key, the value, and what to write instead.
 """
 
-import dataclasses
+import inspect
 import os
 import re
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from omegaconf import MISSING, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
 
 from pod.files import check_sum, with_sum, write_text
-from pod.recipe.checks import check_json, closest, converted, validate
-from pod.recipe.schema import CHOICES, FREE, INTERVALS, Recipe, RecipeError, schema, sections
+from pod.recipe.errors import RecipeError, closest
+from pod.recipe.schema import FREE, REQUIRED, Recipe, schema, sections
 from pod.recipe.yaml import dump, one_line, parse
+
+
+class Setting(NamedTuple):
+    """A key of the schema, or one inside the free mapping; its value; what a message about it begins with, such as the
+    file that says so."""
+
+    key: str
+    value: Any
+    source: str = ""
 
 
 def load_recipe(arguments: Sequence[str]) -> Recipe:
@@ -45,10 +53,108 @@ def load_recipe(arguments: Sequence[str]) -> Recipe:
         given = f"{len(names)} recipes are given ({', '.join(names)})" if names else "no recipe is given"
         raise RecipeError(f"{given}; write recipe=NAME once. {_available()}")
     path = _find(names[0])
-    leaves = [leaf for key, value in read_recipe(path).items() for leaf in _leaves(key, value, f"{path}: ")]
+    settings = [each for key, value in read_recipe(path).items() for each in _settings(key, value, f"{path}: ")]
     for key, text in overrides:
-        leaves += _leaves(key, _override_value(key, text), "")
-    return _build(leaves)
+        settings += _settings(key, _override_value(key, text), "")
+    return make_recipe(settings)
+
+
+def make_recipe(settings: Sequence[Setting]) -> Recipe:
+    """A recipe of these settings, of which later ones win; mappings under `model.config` are merged.
+
+    Raises:
+        RecipeError: a value of the wrong type, outside its choices or its interval, one that is missing, or two that
+            contradict each other.
+    """
+    values: dict[str, Any] = {section: {} for section in sections()}
+    for key, value, _ in settings:
+        for part in reversed(key.split(".")):
+            value = {part: value}
+        _merge(values, value)
+    try:
+        return Recipe.model_validate(values)
+    except ValidationError as error:
+        raise RecipeError(_message(error, settings)) from error
+
+
+def _merge(into: dict[str, Any], other: dict[str, Any]) -> None:
+    for key, value in other.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = value
+
+
+def _message(error: ValidationError, settings: Sequence[Setting]) -> str:
+    """The first that is wrong of what pydantic found: the key, its value, and what was wanted."""
+    found = error.errors(include_url=False)
+    missing = [".".join(each["loc"]) for each in found if each["type"] == "missing"]
+    wrong_values = [each for each in found if each["type"] != "missing" and not isinstance(_reason(each), RecipeError)]
+    if missing and not wrong_values:
+        return "required, but not given: " + "; ".join(f"{key} ({schema()[key].doc})" for key in missing)
+    if not wrong_values:  # but what does not go together
+        return str(_reason(found[0]))
+    first = wrong_values[0]
+    kind, place, value = first["type"], [str(part) for part in first["loc"]], first["input"]
+    path = key = next(".".join(place[:depth]) for depth in (1, 2) if ".".join(place[:depth]) in schema())
+    if key == FREE:
+        path = ".".join(place[:2] + place[2::2])  # between the names pydantic says what each of them is
+        path = path if place[-1] != "[key]" else path.rpartition(".")[0]
+    set_by = next(each for each in reversed(settings) if f"{path}.".startswith(f"{each.key}."))
+    entry = schema()[key]
+    if entry.choices:
+        wrong = f" must be one of {', '.join(entry.choices)}; got {value!r}.{closest(str(value), entry.choices)}"
+    elif kind.startswith(("greater_than", "less_than")):
+        wrong = f" must be in {entry.interval}, got {value!r}"
+    elif kind == "string_too_short":
+        wrong = " is empty"
+    elif place[-1] == "[key]":
+        wrong = f": the key {value!r} is not a string; put it in quotes"
+    else:
+        value = set_by.value if set_by.key == path else value
+        wanted = "a value of JSON" if len(place) > 2 and key == FREE else entry.wanted
+        reason = "it is no text in UTF-8" if kind == "string_unicode" else _reason(first)
+        if entry.wanted.startswith("string") and isinstance(value, int | float):
+            reason = "put it in quotes"
+        wrong = f": wanted {wanted}, got {value!r} ({type(value).__name__})" + (f"; {reason}" if reason else "")
+    return f"{set_by.source}{path}{wrong}"
+
+
+def _reason(finding: Mapping[str, Any]) -> Exception | None:
+    """What a validator of ours raised."""
+    return finding.get("ctx", {}).get("error")
+
+
+def _settings(key: str, value: Any, source: str) -> Iterator[Setting]:
+    """What `key: value` sets.
+
+    Args:
+        key: dotted, of a field, of a section (then the value is a mapping), or inside the free mapping.
+        source: as in `Setting`.
+    """
+    if key in sections():
+        if not isinstance(value, dict):
+            raise RecipeError(f"{source}{key} is a group of keys, not a value: write {key}.KEY=value; got {value!r}")
+        for name, inner in value.items():
+            yield from _settings(f"{key}.{name}", inner, source)
+    elif key in schema() or (key.startswith(FREE + ".") and all(key.split("."))):
+        if "${" in str(value):
+            raise RecipeError(f"{source}{key}: ${{key}} is not filled in, got {value!r}; write the value itself")
+        yield Setting(key, value, source)
+    else:
+        hint = closest(key, [*schema(), *sections()])
+        raise RecipeError(f"{source}unknown key {key!r}.{hint or ' --help lists the keys.'}")
+
+
+def _override_value(key: str, text: str) -> Any:
+    """The value of `key=text`. For a string field that is the text itself, so that it needs no YAML quotes."""
+    entry = schema().get(key)
+    if entry is None or not entry.wanted.startswith("string"):
+        return parse(text, f"{key}={text}")
+    if text in ("", "~", "null"):
+        return None
+    quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
+    return parse(text, f"{key}={text}") if quoted else text
 
 
 def save(recipe: Recipe, path: str | os.PathLike) -> None:
@@ -61,7 +167,7 @@ def save(recipe: Recipe, path: str | os.PathLike) -> None:
 
 def to_yaml(recipe: Recipe) -> str:
     """The recipe as YAML, every key written out."""
-    return dump(dataclasses.asdict(recipe))
+    return dump(recipe.model_dump())
 
 
 def recipes() -> dict[str, str]:
@@ -73,70 +179,6 @@ def recipes() -> dict[str, str]:
         except RecipeError as error:
             listed[name] = f"cannot be read: {error}"
     return listed
-
-
-def _build(leaves: Sequence[tuple[str, Any]]) -> Recipe:
-    """A checked recipe from (key, value) pairs, of which later ones win; mappings under `model.config` are merged."""
-    values: dict[str, Any] = {}
-    for key, value in leaves:
-        for part in reversed(key.split(".")):
-            value = {part: value}
-        _merge(values, value)
-    try:
-        config = OmegaConf.merge(OmegaConf.structured(Recipe), values)
-        missing = OmegaConf.missing_keys(config)
-        if missing:
-            named = [f"{key} ({entry.doc})" for key, entry in schema().items() if key in missing]
-            raise RecipeError("required, but not given: " + ("; ".join(named) or ", ".join(sorted(missing))))
-        recipe = OmegaConf.to_object(config)
-    except RecipeError:
-        raise
-    except (OmegaConfBaseException, RecursionError, TypeError, ValueError) as error:
-        reason = (str(error) or repr(error)).splitlines()[0]
-        raise RecipeError(f"the recipe's values cannot be put together: {reason}") from error
-    validate(recipe)
-    return recipe
-
-
-def _merge(into: dict[str, Any], other: dict[str, Any]) -> None:
-    for key, value in other.items():
-        if isinstance(value, dict) and isinstance(into.get(key), dict):
-            _merge(into[key], value)
-        else:
-            into[key] = value
-
-
-def _leaves(key: str, value: Any, source: str) -> Iterator[tuple[str, Any]]:
-    """The schema's keys, and those inside the free mapping, that `key: value` sets, with values of the schema's types.
-
-    Args:
-        key: dotted, of a field, of a section (then the value is a mapping), or inside the free mapping.
-        source: what messages start with, such as the file.
-    """
-    if key in sections():
-        if not isinstance(value, dict):
-            raise RecipeError(f"{source}{key} is a group of keys, not a value: write {key}.KEY=value; got {value!r}")
-        for name, inner in value.items():
-            yield from _leaves(f"{key}.{name}", inner, source)
-    elif key in schema():
-        yield key, converted(schema()[key], value, source)
-    elif key.startswith(FREE + ".") and all(key.split(".")):
-        check_json(key, value, source)
-        yield key, value
-    else:
-        hint = closest(key, [*schema(), *sections()])
-        raise RecipeError(f"{source}unknown key {key!r}.{hint or ' --help lists the keys.'}")
-
-
-def _override_value(key: str, text: str) -> Any:
-    """The value of `key=text`. For a string field that is the text itself, so that it needs no YAML quotes."""
-    entry = schema().get(key)
-    if entry is None or entry.type is not str:
-        return parse(text, f"{key}={text}")
-    if text in ("", "~", "null"):
-        return None
-    quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
-    return parse(text, f"{key}={text}") if quoted else text
 
 
 # Files
@@ -207,10 +249,10 @@ def help_text(command: str = "pod.fit") -> str:
     for key, entry in schema().items():
         if key.rpartition(".")[0] != section:
             section = key.rpartition(".")[0]
-            lines += ["", f"{section}: {sections()[section]}", ""] if section else ["keys:", ""]
-        default = "required" if entry.default == MISSING else f"default {one_line(entry.default)}"
-        valid = f", one of {', '.join(CHOICES[key])}" if key in CHOICES else ""
-        valid = f", in {INTERVALS[key]}" if key in INTERVALS else valid
+            lines += ["", f"{section}: {inspect.getdoc(sections()[section])}", ""] if section else ["keys:", ""]
+        default = "required" if entry.default is REQUIRED else f"default {one_line(entry.default)}"
+        valid = f", one of {', '.join(entry.choices)}" if entry.choices else ""
+        valid = f", in {entry.interval}" if entry.interval else valid
         lines.append(f"  {key}  ({entry.wanted}, {default}{valid})")
         lines += textwrap.wrap(entry.doc, 112, initial_indent="      ", subsequent_indent="      ")
     return "\n".join(lines)

@@ -1,303 +1,171 @@
-"""Recipes: what a run does, as dataclasses. They are the schema; the text under each field is its help.
-
-`pod/recipe/loading.py` makes a recipe of a YAML file and a command line; `pod/recipe/checks.py` says if it can be run.
+"""Recipes: what a run does. The sections are in `pod/recipe/sections.py`; here is what goes together across them, what
+a run derives from its recipe, and every key as --help and the messages show it.
 """
 
-from __future__ import annotations
-
-import ast
-import dataclasses
 import inspect
-import textwrap
-import types
-import typing
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import os
+import re
+from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol, Self
 
-from omegaconf import MISSING
+from pydantic import Field, model_validator
 
+from pod.recipe.errors import RecipeError, closest
+from pod.recipe.sections import Blocks, Data, Distill, Lora, Model, Optimizer, Section, Trainer
+from pod.recipe.yaml import one_line
 
-class RecipeError(ValueError):
-    """A recipe, or an override of it, that cannot be run; the message says what to write instead."""
-
-
-@dataclass
-class Model:
-    """The model to train."""
-
-    base: str | None = None
-    """The Hugging Face model to start from: a directory or a hub id. null: start from scratch, from `model.config`."""
-    config: dict[str, Any] | None = None
-    """The fields of a Hugging Face config, `model_type` among them, of a model trained from scratch. Any field may be
-    set from the command line: model.config.hidden_size=64."""
-    initialization: str = "transformers"
-    """How a model from scratch is drawn: `transformers` (normal, `initializer_range`), or `torch` (its defaults, whose
-    embeddings of unit variance stay visible through a deep and narrow stack; for untied heads, without DeepSpeed)."""
-    rope_theta: float | None = None
-    """The base of the rotary position embedding, raised for longer contexts. null: that of the model or its config."""
-    tokenizer: str | None = None
-    """A directory, a hub id, or `bytes` (one token per byte, no file needed). null: the tokenizer of `model.base`."""
-    dtype: str = "float32"
-    """What the weights are loaded as: float32 or bfloat16. An optimiser that keeps no float32 copy of bfloat16 weights
-    loses small updates to rounding."""
-    sink_size: int = 16
-    """Tokens at the start of a sequence that each layer always attends to with its own scores (the paper's n_s)."""
-    recent_size: int = 4080
-    """Last tokens, the current one included, that each layer attends to with its own scores (the paper's n_r)."""
-    share: str = "scores"
-    """What a block's layers take from their anchor for distant tokens: `scores` (q_a . k_a, the paper's Eq. 3) or
-    `keys` (q_l . k_a: the same memory, scores computed again). `kv`: its keys and values, for near tokens too, whatever
-    `model.sink_size` and `model.recent_size` are (cross-layer attention); with `blocks.size` or `blocks.file`.
-    `window`: there are no distant tokens; every layer attends to sinks and recent ones alone, without blocks."""
-    gradient_checkpointing: bool = False
-    """Compute the activations of each layer again in the backward pass instead of keeping them."""
-    offload_checkpoints: bool = False
-    """With `model.gradient_checkpointing`: what each layer's activations are computed from again (its input, and the
-    anchors' queries and keys) waits in the CPU's memory, not the device's."""
-    compile: bool = False
-    """Run the layers through torch.compile; the first steps, and the first ones of another shape, then take minutes.
-    Not with DeepSpeed or `model.offload_checkpoints`, whose hooks a graph cannot hold."""
-    mlp_tiles: int = 1
-    """Parts of the tokens on which each layer's MLP runs one after the other, and once more in the backward: its inner
-    activations take so much less memory."""
+FREE = "model.config"  # the one key that is a mapping: what is in it are a Hugging Face config's keys, not ours
 
 
-@dataclass
-class Blocks:
-    """Which layers share distant scores, and how that is found."""
-
-    file: str | None = None
-    """A blocks.json to use. null: analyse the model first, unless it stays dense."""
-    size: int | None = None
-    """Layers of each block, from the lowest layer up, the same for every KV head, without looking at the model: wins
-    over `blocks.kv_saving`. Cross-layer attention (`model.share=kv`) takes 2. null: the blocks are found."""
-    kv_saving: float = 0.35
-    """Share of the dense KV cache's bytes that is not stored, as length grows; the blocks are the most alike ones that
-    save this. 0: the model stays dense. Only keys are shared, so 0.5 is the limit."""
-    threshold: float | None = None
-    """The similarity from which layers share (the paper's delta), instead of a wanted saving: wins over
-    `blocks.kv_saving` when given."""
-    method: str = "greedy"
-    """How layers are grouped for `blocks.kv_saving`: `greedy` (the paper's Algorithm 1), or the best of all partitions:
-    `sum` (the largest summed similarity of sharing layers to their anchors), `worst` (the largest least one)."""
-    samples: int = 1000
-    """Training samples whose attention is compared to find the blocks."""
-    last_q: int = 16
-    """Last query tokens of each sample whose attention is compared."""
-    distant_only: bool = False
-    """Compare the attention to distant tokens alone, the only scores that are shared, instead of to all tokens."""
-
-
-@dataclass
-class Data:
-    """What the model learns from."""
-
-    path: str = MISSING
-    """A directory of prepared samples (see data/)."""
-    validation_path: str | None = None
-    """A directory of prepared samples to validate on. null: the held-out documents of `data.path`."""
-    sequence_length: int = MISSING
-    """Tokens in a sample."""
-    length_intervals: list[int] | None = None
-    """The lengths in tokens that part the documents into intervals of which each gives equally many tokens; the data
-    must have been prepared with them. null: as the data was prepared."""
-    micro_batch_size: int = 1
-    """Samples in one forward and backward pass of a process."""
-    num_workers: int = 0
-    """Processes that load samples. 0: the training process does."""
-    shuffle: bool = True
-    """Visit the training samples in an order drawn from `seed`; false: in the order they are stored."""
-
-
-@dataclass
-class Optimizer:
-    """AdamW, and a cosine schedule of its learning rate with linear warm-up."""
-
-    lr: float = 1e-5
-    """The highest learning rate, reached at the end of the warm-up."""
-    min_lr: float = 0.0
-    """The learning rate at the last step, where the cosine ends: a rate, not a share of `optimizer.lr`."""
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    """AdamW's decay rates of the running means of the gradient and of its square."""
-    weight_decay: float = 0.1
-    """AdamW's weight decay; norms and embeddings are left out."""
-    warmup_steps: int | None = None
-    """Optimiser steps in which the learning rate rises from 0. Or give `optimizer.warmup_tokens`; neither: no
-    warm-up."""
-    warmup_tokens: int | None = None
-    """Tokens during which the learning rate rises from 0, rounded up to whole steps."""
-    gradient_clip: float = 1.0
-    """The largest norm of the whole gradient; a larger one is scaled down to it. 0: never."""
-
-
-@dataclass
-class Distill:
-    """Learning from the model as it was: the dense base, frozen, teaches the one that shares."""
-
-    weight: float = 0.0
-    """Share of the training loss that is the divergence from the dense base's next-token distribution; the rest is the
-    cross-entropy. 0: no teacher. It takes another forward pass and, without `lora.rank`, a second copy of the
-    weights."""
-    temperature: float = 1.0
-    """What both models' logits are divided by before they are compared: above 1, unlikely tokens count for more."""
-
-
-@dataclass
-class Lora:
-    """Adapters of low rank, trained in the place of all weights (LoRA); `pod.export` merges them."""
-
-    rank: int = 0
-    """The rank of the adapters; the model's own weights stay frozen, and neither their gradients nor the optimiser's
-    state for them exist. 0: no adapters, all weights are trained."""
-    alpha: float = 16.0
-    """An adapter's output is scaled by alpha / rank."""
-    dropout: float = 0.0
-    """Share of an adapter's inputs that are set to 0 in training."""
-    targets: list[str] = field(default_factory=lambda: ["q", "k", "v", "o"])
-    """Which projections of each layer have adapters: of q, k, v, o (attention), gate, up, down (MLP)."""
-
-
-@dataclass
-class Trainer:
-    """How long, on what, and what is written when."""
-
-    max_steps: int | None = None
-    """Optimiser steps to train for. Give this or `trainer.max_tokens`."""
-    max_tokens: int | None = None
-    """Tokens to train on, rounded up to whole optimiser steps."""
-    tokens_per_batch: int = MISSING
-    """Tokens of one optimiser step over all processes. A multiple of micro_batch_size * sequence_length * processes
-    that read samples of their own (devices * num_nodes / sequence_parallel_size): the rest is made up by accumulating
-    gradients."""
-    devices: int = 1
-    """Processes of one machine, each with its device."""
-    num_nodes: int = 1
-    """Machines, each with so many devices."""
-    strategy: str = "auto"
-    """How processes work together. auto: alone, or as ddp where there are several; ddp: each holds the whole model;
-    deepspeed: ZeRO shards the model over all of them, also with `trainer.sequence_parallel_size`."""
-    zero_stage: int = 3
-    """What ZeRO shards over the processes, with deepspeed: 1 the optimiser's state, 2 also the gradients, 3 also the
-    parameters."""
-    sequence_parallel_size: int = 1
-    """Processes that share a sample, each with its part of the sequence (Ulysses), with deepspeed. A divisor of the
-    number of processes, of the model's query heads, and a divisor or multiple of its KV heads."""
-    offload: str = "nothing"
-    """What waits in the CPU's memory, with deepspeed: nothing, the optimizer's state, or, with `trainer.zero_stage` 3,
-    the parameters too. AdamW then runs on the CPU."""
-    accelerator: str = "auto"
-    """Lightning's name of the kind of device: auto, cpu, gpu, ..."""
-    precision: str = "32-true"
-    """Lightning's name of what is computed in: 32-true, bf16-mixed (weights stay as they are) or bf16-true."""
-    validate_every: int = 100
-    """Optimiser steps between two validations."""
-    validation_batches: int = 16
-    """Batches of `data.micro_batch_size` samples in one validation."""
-    checkpoint_every: int = 100
-    """Optimiser steps between two checkpoints."""
-    keep_checkpoints: int = 2
-    """The last so many checkpoints are kept; the best one by validation loss is kept beside them."""
-    log_every: int = 1
-    """Optimiser steps between two lines of the log."""
-    loss_chunk: int = 1024
-    """Positions whose logits are in memory at once while the loss is computed."""
-    answer_weight: float = 0.0
-    """Weight of the mean loss over the answers that the data marks (the demo's asked digits), added to the loss. A new
-    model learns to look back only when that pays; 0: answers count as any other token."""
-    time_limit: str | None = None
-    """Stop, with a checkpoint, at the end of the step in which training has taken this wall-clock time: DD:HH:MM:SS. A
-    resumed run has it anew. null: no limit."""
-
-
-@dataclass
-class Recipe:
+class Recipe(Section):
     """One run, from model and data to what is written."""
 
-    name: str = MISSING
+    name: str
     """The run's name: letters, digits, dot, dash and underscore."""
-    description: str = MISSING
+    description: str
     """One line that says what the run is for."""
-    seed: int = 0
+    seed: int = Field(0, ge=0, le=2**32 - 1)
     """Decides everything random: initial weights, order of samples."""
-    output: str | None = None
+    output: str | None = Field(None, min_length=1)
     """Where the run writes. null: checkpoints/NAME."""
     resume: str = "never"
     """never: start anew; auto: continue from the run's last whole checkpoint, if there is one; or a checkpoint's
     path."""
-    logger: str = "csv"
+    logger: Literal["csv", "wandb", "tensorboard"] = "csv"
     """Where metrics go beside the CSV file that is always written: csv (nowhere else), wandb or tensorboard."""
-    model: Model = field(default_factory=Model)
-    blocks: Blocks = field(default_factory=Blocks)
-    data: Data = field(default_factory=Data)
-    optimizer: Optimizer = field(default_factory=Optimizer)
-    distill: Distill = field(default_factory=Distill)
-    lora: Lora = field(default_factory=Lora)
-    trainer: Trainer = field(default_factory=Trainer)
+    model: Model
+    blocks: Blocks
+    data: Data
+    optimizer: Optimizer
+    distill: Distill
+    lora: Lora
+    trainer: Trainer
+
+    @model_validator(mode="after")
+    def _texts(self) -> Self:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
+            raise RecipeError(f"name must be letters, digits, dot, dash and underscore; got {self.name!r}")
+        if "\n" in self.description.strip():
+            raise RecipeError(f"description must be one line, got {self.description!r}")
+        # A word that names no file is a typo; a path may be that of a checkpoint that has gone since the recipe was
+        # saved.
+        if self.resume not in ("never", "auto") and not re.search(r"[/\\]", self.resume):
+            if not os.path.exists(self.resume):
+                hint = closest(self.resume, ("never", "auto"))
+                raise RecipeError(f"resume must be never, auto or a checkpoint's path; got {self.resume!r}.{hint}")
+        return self
+
+    @model_validator(mode="after")
+    def _processes(self) -> Self:
+        """What lies where, and who computes what."""
+        model, trainer = self.model, self.trainer
+        if model.config is not None and model.initialization == "torch" and trainer.strategy == "deepspeed":
+            raise RecipeError(
+                "model.initialization=torch cannot draw weights that trainer.strategy=deepspeed shards while they are "
+                "made: set model.initialization=transformers"
+            )
+        if model.compile and (trainer.strategy == "deepspeed" or model.offload_checkpoints):
+            sharded = trainer.strategy == "deepspeed"
+            other = "trainer.strategy=deepspeed" if sharded else "model.offload_checkpoints=true"
+            raise RecipeError(f"model.compile=true does not go with {other}: set model.compile=false")
+        if self.data.sequence_length < trainer.sequence_parallel_size:
+            raise RecipeError(
+                f"trainer.sequence_parallel_size={trainer.sequence_parallel_size} is more than the tokens of a sample, "
+                f"data.sequence_length={self.data.sequence_length}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _sharing(self) -> Self:
+        """Which layers share what."""
+        blocks, model = self.blocks, self.model
+        if not _shares(self):
+            return self
+        if model.share == "window":
+            raise RecipeError(
+                "model.share=window has no distant tokens to share: set blocks.kv_saving=0, blocks.file=null, "
+                "blocks.size=null and blocks.threshold=null"
+            )
+        if model.share == "kv" and blocks.size is None and blocks.file is None:
+            raise RecipeError(
+                "model.share=kv shares values too, of which the similarity of scores says nothing: set blocks.size=2 "
+                "(neighbouring pairs) or blocks.file"
+            )
+        if model.share != "kv" and model.sink_size + model.recent_size >= self.data.sequence_length:
+            raise RecipeError(
+                f"no token is distant: model.sink_size ({model.sink_size}) + model.recent_size ({model.recent_size}) "
+                f"cover data.sequence_length ({self.data.sequence_length}). Lower them, lengthen the samples, or set "
+                "blocks.kv_saving=0 for a dense model"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _learning(self) -> Self:
+        """A teacher and adapters."""
+        model, weight, lora = self.model, self.distill.weight, self.lora
+        if weight and not (_shares(self) or model.share == "window"):
+            raise RecipeError(f"distill.weight={weight:g}: a dense model is its own teacher; set distill.weight=0")
+        if weight and model.base is None:
+            raise RecipeError(f"distill.weight={weight:g} needs model.base: a model from scratch has no teacher")
+        if lora.rank and model.base is None:
+            raise RecipeError(f"lora.rank={lora.rank} needs model.base: adapters change a trained model a little")
+        if lora.rank and model.share == "kv" and {"k", "v"} & set(lora.targets):
+            raise RecipeError(
+                f"lora.targets={lora.targets}: with model.share=kv upper layers make no keys and values; set "
+                "lora.targets=[q,o]"
+            )
+        if weight and model.share == "kv" and self.trainer.strategy == "deepspeed":
+            raise RecipeError(
+                f"distill.weight={weight:g}, model.share=kv and trainer.strategy=deepspeed: a sharded checkpoint "
+                "leaves out what is frozen, the teacher and the unused projections alike; set distill.weight=0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _unread(self) -> Self:
+        """Settings that nothing would read, where another one says so; at their defaults they are nobody's wish."""
+        unread = {
+            "trainer.zero_stage": (self.trainer.strategy != "deepspeed", "trainer.strategy=deepspeed"),
+            "distill.temperature": (not self.distill.weight, "a distill.weight above 0"),
+            "model.initialization": (
+                self.model.base is not None,
+                "model.config: it draws the weights of a new model",
+            ),
+            "blocks.threshold": (self.blocks.file is not None, "blocks.file=null, which names the blocks already"),
+        }
+        unread |= dict.fromkeys(
+            ("lora.alpha", "lora.dropout", "lora.targets"), (not self.lora.rank, "a lora.rank above 0")
+        )
+        for key, (ignored, needed) in unread.items():
+            value, default = attrgetter(key)(self), schema()[key].default
+            if ignored and value != default:
+                raise RecipeError(f"{key}={one_line(value)} needs {needed}; set {key}={one_line(default)}")
+        return self
+
+    @model_validator(mode="after")
+    def _steps(self) -> Self:
+        accumulate(self)
+        return self
 
 
-CHOICES = {
-    "logger": ("csv", "wandb", "tensorboard"),
-    "model.dtype": ("float32", "bfloat16"),
-    "model.initialization": ("transformers", "torch"),
-    "model.share": ("scores", "keys", "kv", "window"),
-    "blocks.method": ("greedy", "sum", "worst"),
-    "trainer.precision": ("32-true", "bf16-mixed", "bf16-true"),
-    "trainer.strategy": ("auto", "ddp", "deepspeed"),
-    "trainer.offload": ("nothing", "optimizer", "parameters"),
-}
-# Of a list, every element; null is always inside.
-INTERVALS = {
-    "seed": "[0, 4294967295]",
-    "model.rope_theta": "(0, inf)",
-    "model.sink_size": "[0, inf)",
-    "model.recent_size": "[1, inf)",
-    "model.mlp_tiles": "[1, inf)",
-    "blocks.size": "[1, inf)",
-    "blocks.kv_saving": "[0, 0.5]",
-    "blocks.threshold": "[0, 1]",
-    "blocks.samples": "[1, inf)",
-    "blocks.last_q": "[1, inf)",
-    "data.sequence_length": "[2, inf)",
-    "data.length_intervals": "[1, inf)",
-    "data.micro_batch_size": "[1, inf)",
-    "data.num_workers": "[0, inf)",
-    "optimizer.lr": "(0, inf)",
-    "optimizer.min_lr": "[0, inf)",
-    "optimizer.betas": "[0, 1)",
-    "optimizer.weight_decay": "[0, inf)",
-    "optimizer.warmup_steps": "[0, inf)",
-    "optimizer.warmup_tokens": "[0, inf)",
-    "optimizer.gradient_clip": "[0, inf)",
-    "distill.weight": "[0, 1]",
-    "distill.temperature": "(0, inf)",
-    "lora.rank": "[0, inf)",
-    "lora.alpha": "(0, inf)",
-    "lora.dropout": "[0, 1)",
-    "trainer.max_steps": "[1, inf)",
-    "trainer.max_tokens": "[1, inf)",
-    "trainer.tokens_per_batch": "[1, inf)",
-    "trainer.devices": "[1, inf)",
-    "trainer.num_nodes": "[1, inf)",
-    "trainer.zero_stage": "[1, 3]",
-    "trainer.sequence_parallel_size": "[1, inf)",
-    "trainer.validate_every": "[1, inf)",
-    "trainer.validation_batches": "[1, inf)",
-    "trainer.checkpoint_every": "[1, inf)",
-    "trainer.keep_checkpoints": "[1, inf)",
-    "trainer.log_every": "[1, inf)",
-    "trainer.loss_chunk": "[1, inf)",
-    "trainer.answer_weight": "[0, inf)",
-}
-TYPE_NAMES = {int: "int", float: "float", bool: "true or false", str: "string", dict: "mapping"}
-TYPE_NAMES |= {list[int]: "list of ints", list[float]: "list of floats", list[str]: "list of strings"}
-LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")  # projections of a layer's attention, and of its MLP
-FREE = "model.config"  # the one field that is a mapping: its keys are a Hugging Face config's, not ours
+def _shares(recipe: Recipe) -> bool:
+    blocks = recipe.blocks
+    return blocks.kv_saving > 0 or any(each is not None for each in (blocks.file, blocks.size, blocks.threshold))
 
 
 # What a run derives from its recipe
+
+
+class HasSchedule(Protocol):
+    """A recipe, or what has these sections of one."""
+
+    @property
+    def optimizer(self) -> Optimizer: ...
+    @property
+    def trainer(self) -> Trainer: ...
 
 
 def output_folder(recipe: Recipe) -> Path:
@@ -305,14 +173,14 @@ def output_folder(recipe: Recipe) -> Path:
     return Path(recipe.output) if recipe.output is not None else Path("checkpoints") / recipe.name
 
 
-def steps(recipe: Recipe) -> int:
+def steps(recipe: HasSchedule) -> int:
     """Optimiser steps of the whole run: `trainer.max_steps`, or `trainer.max_tokens` rounded up to whole steps."""
     if recipe.trainer.max_steps is not None:
         return recipe.trainer.max_steps
     return -(-recipe.trainer.max_tokens // recipe.trainer.tokens_per_batch)
 
 
-def warmup_steps(recipe: Recipe) -> int:
+def warmup_steps(recipe: HasSchedule) -> int:
     """Optimiser steps of the warm-up: `optimizer.warmup_steps`, or `optimizer.warmup_tokens` rounded up, or 0."""
     if recipe.optimizer.warmup_tokens is not None:
         return -(-recipe.optimizer.warmup_tokens // recipe.trainer.tokens_per_batch)
@@ -347,64 +215,54 @@ def accumulate(recipe: Recipe, num_processes: int | None = None) -> int:
     return wanted // one_pass
 
 
-# The schema, read from the dataclasses
+# Every key, as --help and the messages show it
+
+REQUIRED = object()  # in the place of a default
+_WORDS = {"integer": "int", "number": "float", "boolean": "true or false", "string": "string", "object": "mapping"}
+_LOW, _HIGH = {"minimum": "[", "exclusiveMinimum": "("}, {"maximum": "]", "exclusiveMaximum": ")"}
 
 
 @dataclass(frozen=True)
-class Field:
-    """One key of the schema: its base type (int, float, bool, str, list or dict), of a list what is in it, whether null
-    is allowed, its help."""
+class Key:
+    """A key that can be set: its type in words, its default or `REQUIRED`, its help, the words that are valid or the
+    interval of its numbers (of a list, of each of them), as text."""
 
-    key: str
-    type: type
-    element: type | None
-    optional: bool
+    wanted: str
     default: Any
     doc: str
-
-    @property
-    def wanted(self) -> str:
-        """The type in words."""
-        return TYPE_NAMES[list[self.element] if self.type is list else self.type] + (
-            " or null" if self.optional else ""
-        )
+    choices: tuple[str, ...]
+    interval: str
 
 
 @cache
-def schema() -> dict[str, Field]:
-    """Every key that can be set, dotted, in the order of the dataclasses."""
-    return {entry.key: entry for entry in _fields(Recipe, "")}
+def schema() -> dict[str, Key]:
+    """Every key, dotted, in the order of the sections."""
+    keys = {}
+    for section, cls in {"": Recipe, **sections()}.items():
+        for name, entry in cls.model_json_schema()["properties"].items():
+            if section or name not in sections():
+                keys[f"{section}.{name}".lstrip(".")] = _key(entry)
+    return keys
 
 
 @cache
-def sections() -> dict[str, str]:
-    """The names of the groups of keys, and what each is about."""
-    hints = typing.get_type_hints(Recipe)
-    return {name: inspect.getdoc(hint) for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
+def sections() -> dict[str, type[Section]]:
+    """The groups of keys; the docstring of each says what it is about."""
+    hints = {name: field.annotation for name, field in Recipe.model_fields.items()}
+    return {name: hint for name, hint in hints.items() if inspect.isclass(hint) and issubclass(hint, Section)}
 
 
-def _fields(cls: type, prefix: str) -> Iterator[Field]:
-    hints, docs = typing.get_type_hints(cls), _field_docs(cls)
-    for entry in dataclasses.fields(cls):
-        hint = hints[entry.name]
-        if dataclasses.is_dataclass(hint):
-            yield from _fields(hint, f"{prefix}{entry.name}.")
-            continue
-        optional = isinstance(hint, types.UnionType)
-        if optional:
-            (hint,) = set(typing.get_args(hint)) - {types.NoneType}
-        made = entry.default_factory is not dataclasses.MISSING
-        default = entry.default_factory() if made else entry.default
-        kind = typing.get_origin(hint) or hint
-        element = typing.get_args(hint)[0] if kind is list else None
-        yield Field(prefix + entry.name, kind, element, optional, default, docs.get(entry.name, ""))
-
-
-def _field_docs(cls: type) -> dict[str, str]:
-    """The string under each field of a dataclass, from its source, on one line."""
-    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
-    docs = {}
-    for above, below in zip(definition.body, definition.body[1:], strict=False):
-        if isinstance(above, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
-            docs[above.target.id] = " ".join(below.value.value.split())
-    return docs
+def _key(entry: dict[str, Any]) -> Key:
+    """Of a property in JSON schema, as pydantic writes it."""
+    kind, *null = entry.get("anyOf", [entry])
+    element = kind.get("items", kind)
+    wanted = f"list of {_WORDS[element['type']]}s" if "items" in kind else _WORDS[kind["type"]]
+    low = "".join(f"{sign}{element[end]}" for end, sign in _LOW.items() if end in element)
+    high = "".join(f"{element[end]}{sign}" for end, sign in _HIGH.items() if end in element)
+    return Key(
+        wanted=wanted + (" or null" if null else ""),
+        default=entry.get("default", REQUIRED),
+        doc=" ".join(entry.get("description", "").split()),
+        choices=tuple(element.get("enum", ())),
+        interval=f"{low}, {high or 'inf)'}" if low else "",
+    )

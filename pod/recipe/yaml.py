@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from pod.recipe.schema import RecipeError
+from pod.recipe.errors import RecipeError
 
 
 class _Loader(yaml.SafeLoader):

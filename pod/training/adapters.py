@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from pod.recipe.schema import LORA_TARGETS
+from pod.recipe.sections import LORA_TARGETS
 
 _ADAPTER = "default"  # peft's name of it
 

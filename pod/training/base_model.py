@@ -15,8 +15,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from pod.files import opening
 from pod.model.families import FAMILIES
 from pod.model.weights import load_causal_lm
-from pod.recipe.checks import closest
-from pod.recipe.schema import RecipeError
+from pod.recipe.errors import RecipeError, closest
 
 # What is read beside the fields of a config: older names of parts of rope_parameters and of dtype, and the size of a
 # head, which is no field of some families.

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import zipfile
+from collections.abc import Mapping
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -20,27 +21,19 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from pod.blocks import LayerBlocks
 from pod.files import replacing
+from pod.recipe.errors import RecipeError
 from pod.recipe.loading import load_recipe
-from pod.recipe.schema import Recipe, RecipeError
+from pod.recipe.schema import Recipe
 from pod.recipe.yaml import one_line
 from pod.terminal import Stopped
+from pod.training.module import Sections
 from pod.training.strategy import COMPLETE, world_size_of
 
-# What a run keeps to its end, and the hyper-parameter of `PodModule` that says what it was. Of the schedule, what is
-# left out here takes effect when a run is resumed: its length, its warm-up, the rate at its end.
-KEPT = {
-    "model.share": "share",
-    "model.sink_size": "sink_size",
-    "model.recent_size": "recent_size",
-    "model.rope_theta": "rope_theta",
-    "lora.rank": "lora_rank",
-    "lora.alpha": "lora_alpha",
-    "lora.targets": "lora_targets",
-    # The optimiser's state brings these along, and they would win over the recipe's.
-    "optimizer.lr": "lr",
-    "optimizer.betas": "betas",
-    "optimizer.weight_decay": "weight_decay",
-}
+# What a run keeps to its end. Of the schedule, what is left out here takes effect when a run is resumed: its length,
+# its warm-up, the rate at its end.
+KEPT = ("model.base", "model.share", "model.sink_size", "model.recent_size", "model.rope_theta")
+KEPT += ("lora.rank", "lora.alpha", "lora.targets")
+KEPT += ("optimizer.lr", "optimizer.betas", "optimizer.weight_decay")  # the optimiser's state brings its own along
 # How the blocks were found, of which the checkpoint knows the result alone.
 FOUND_BY = ("kv_saving", "threshold", "method", "samples", "last_q", "distant_only")
 
@@ -130,13 +123,35 @@ def check_layout(checkpoint: Path | None, recipe: Recipe) -> Path | None:
 
 
 def hyper_parameters(checkpoint: Path) -> dict[str, Any]:
-    """What the `PodModule` of a checkpoint was made with. A directory's shard is unpickled."""
+    """What the `PodModule` of a checkpoint was made with, as `by_section`. A directory's shard is unpickled."""
     if checkpoint.is_dir():
         shard = min(checkpoint.glob("checkpoint/*_model_states.pt"))
         content = torch.load(shard, map_location="cpu", weights_only=False, mmap=True)
     else:
         content = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
-    return dict(content.get("hyper_parameters") or {})
+    try:
+        return by_section(content.get("hyper_parameters"))
+    except ValueError as error:
+        raise RecipeError(f"resume: {checkpoint} is no checkpoint of pod.fit, {error}") from error
+
+
+def by_section(saved: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A checkpoint's hyper-parameters: the recipe's sections as plain dicts, `blocks`, `bytes_per_token`.
+
+    Those of version 0.1.0 lie side by side, as `lr`, `lora_rank` or `model_config`, and are put into their sections.
+
+    Raises:
+        ValueError: they are not a `PodModule`'s.
+    """
+    saved = dict(saved or {})
+    if "sink_size" in saved:
+        old, saved = saved, {name: saved.get(name) for name in ("blocks", "bytes_per_token")}
+        for section, cls in Sections.__annotations__.items():
+            names = {name: each for name in cls.model_fields for each in (name, f"{section}_{name}") if each in old}
+            saved[section] = {name: old[each] for name, each in names.items()}
+    if not isinstance(saved.get("model"), dict) or "sink_size" not in saved["model"]:
+        raise ValueError("it holds no PoD hyper-parameters")
+    return saved
 
 
 def check_same(checkpoint: Path | None, recipe: Recipe) -> Path | None:
@@ -149,13 +164,14 @@ def check_same(checkpoint: Path | None, recipe: Recipe) -> Path | None:
     if checkpoint is None:
         return None
     saved = hyper_parameters(checkpoint)
-    if "sink_size" not in saved:
-        raise RecipeError(f"resume: {checkpoint} is no checkpoint of pod.fit, it holds no PoD hyper-parameters")
-    kept = {key: (saved[name], attrgetter(key)(recipe)) for key, name in KEPT.items() if name in saved}
-    if not saved.get("lora_rank") and not recipe.lora.rank:
-        del kept["lora.alpha"], kept["lora.targets"]
-    kept["model.base"] = saved["base"], recipe.model.base
-    theirs, ours = saved["model_config"] or {}, recipe.model.config or {}
+    kept = {}
+    for key in KEPT:
+        section, _, name = key.partition(".")
+        if name in saved[section]:
+            kept[key] = saved[section][name], attrgetter(key)(recipe)
+    if not saved["lora"].get("rank") and not recipe.lora.rank:
+        kept = {key: values for key, values in kept.items() if not key.startswith("lora.")}
+    theirs, ours = saved["model"]["config"] or {}, recipe.model.config or {}
     if theirs and ours:
         kept |= {f"model.config.{name}": (theirs.get(name), ours.get(name)) for name in {**theirs, **ours}}
     kept |= _found_by(checkpoint, recipe)

@@ -2,8 +2,7 @@
 
 import math
 import time
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning
 import torch
@@ -20,11 +19,23 @@ from pod.files import opening
 from pod.model.families import pod_config
 from pod.model.sequence_parallel import SequenceGroup, SequenceShard, check_heads
 from pod.model.weights import load_causal_lm
+from pod.recipe.schema import steps, warmup_steps
+from pod.recipe.sections import Distill, Lora, Model, Optimizer, Trainer
 from pod.training.adapters import add_adapters, without_adapters
 from pod.training.base_model import first_config
 from pod.training.data import PodDataModule
 from pod.training.loss import IGNORED, chunked_cross_entropy, chunked_distillation, shifted
 from pod.training.plan import GPUS
+
+
+class Sections(NamedTuple):
+    """The recipe's sections that a step of learning depends on, by their names there."""
+
+    model: Model
+    trainer: Trainer
+    optimizer: Optimizer
+    distill: Distill
+    lora: Lora
 
 
 class PodModule(lightning.LightningModule):
@@ -33,73 +44,36 @@ class PodModule(lightning.LightningModule):
     Projections that no output depends on (`share: kv`) are frozen.
 
     Args:
-        base: directory or hub id of the model to start from; None starts from `model_config`.
-        model_config: fields of a transformers config, `model_type` among them, for a model from scratch.
-        initialization: of a model from scratch, "transformers" (`initializer_range`) or "torch" (torch's defaults).
+        model, trainer, optimizer, distill, lora: sections of a recipe, or plain dicts of them; None: as their keys'
+            defaults. A checkpoint holds them as dicts.
         blocks: anchors [L][H_kv]; None is the dense model.
-        sink_size, recent_size, share: see `pod.convert`.
-        rope_theta: replaces the base's RoPE base.
-        dtype: of the parameters, "float32" or "bfloat16".
-        gradient_checkpointing: recompute each layer in the backward.
-        offload_checkpoints: what the recomputation starts from waits in the CPU's memory.
-        mlp_tiles: parts of the tokens on which the MLP runs one after the other.
-        compile: run the layers through torch.compile.
-        lr, min_lr: the cosine's two ends.
-        betas, weight_decay: AdamW's; norms, biases and embeddings are not decayed.
-        warmup_steps, max_steps: optimiser steps.
-        loss_chunk: positions whose logits are in memory at once.
-        answer_weight: the mean loss over the batch's marked answers, times this, is added to the training loss.
-        distill_weight: share of the training loss that is the divergence from the dense base, in [0, 1].
-        distill_temperature: what both models' logits are divided by in that divergence.
-        lora_rank: of the adapters that are trained instead of the weights; 0 trains the weights.
-        lora_alpha, lora_dropout, lora_targets: see `pod.training.adapters.add_adapters`.
         bytes_per_token: 1.0 for byte tokenizers: bits per byte is then logged; None logs none.
 
     Raises:
-        ValueError: neither or both of base and model_config; or distillation or adapters without a
-            base.
+        ValueError: a section that cannot be, or distillation or adapters without a base.
     """
 
     def __init__(
         self,
-        base: str | None = None,
-        model_config: dict[str, Any] | None = None,
-        initialization: str = "transformers",
+        model: Model | dict[str, Any],
+        trainer: Trainer | dict[str, Any],
+        optimizer: Optimizer | dict[str, Any] | None = None,
+        distill: Distill | dict[str, Any] | None = None,
+        lora: Lora | dict[str, Any] | None = None,
         blocks: list[list[int]] | None = None,
-        sink_size: int = 16,
-        recent_size: int = 4080,
-        share: str = "scores",
-        rope_theta: float | None = None,
-        dtype: str = "float32",
-        gradient_checkpointing: bool = False,
-        offload_checkpoints: bool = False,
-        mlp_tiles: int = 1,
-        compile: bool = False,
-        lr: float = 1e-5,
-        min_lr: float = 0.0,
-        betas: tuple[float, float] = (0.9, 0.95),
-        weight_decay: float = 0.1,
-        warmup_steps: int = 0,
-        max_steps: int = 1000,
-        loss_chunk: int = 1024,
-        answer_weight: float = 0.0,
-        distill_weight: float = 0.0,
-        distill_temperature: float = 1.0,
-        lora_rank: int = 0,
-        lora_alpha: float = 16.0,
-        lora_dropout: float = 0.0,
-        lora_targets: Sequence[str] = ("q", "k", "v", "o"),
         bytes_per_token: float | None = None,
     ) -> None:
         super().__init__()
-        if (base is None) == (model_config is None):
-            raise ValueError("give exactly one of base (a model to start from) and model_config (one from scratch)")
-        if (distill_weight or lora_rank) and base is None:
-            raise ValueError("distill_weight and lora_rank need a base: a model from scratch teaches nothing")
-        self.save_hyperparameters()
+        given = zip(Sections.__annotations__.values(), (model, trainer, optimizer, distill, lora), strict=True)
+        self.sections = Sections(*(section.model_validate({} if value is None else value) for section, value in given))
+        model, _, _, distill, lora = self.sections
+        if (distill.weight or lora.rank) and model.base is None:
+            raise ValueError("distill.weight and lora.rank need model.base: a model from scratch teaches nothing")
+        plain = {name: section.model_dump() for name, section in self.sections._asdict().items()}
+        self.save_hyperparameters({**plain, "blocks": blocks, "bytes_per_token": bytes_per_token})
         self.model: PreTrainedModel | None = None
         self.teacher: PreTrainedModel | None = None
-        self.strict_loading = not (distill_weight or lora_rank)  # a checkpoint holds what is trained
+        self.strict_loading = not (distill.weight or lora.rank)  # a checkpoint holds what is trained
         self.validation_loss = torchmetrics.MeanMetric()
         self.validation_answers = torchmetrics.MeanMetric()
         self.validation_gates = nn.ModuleList()  # one mean for each layer
@@ -110,43 +84,43 @@ class PodModule(lightning.LightningModule):
         """Load or build the model; Lightning calls this when the strategy is ready."""
         if self.model is not None:
             return
-        hparams = self.hparams
-        dtype = getattr(torch, hparams.dtype)
-        config = first_config(hparams.base, hparams.model_config, hparams.rope_theta)
+        wanted, _, _, distill, lora = self.sections
+        dtype = getattr(torch, wanted.dtype)
+        config = first_config(wanted.base, wanted.config, wanted.rope_theta)
         layers, heads = config.num_hidden_layers, config.num_key_value_heads
         if self.sequence_group is not None:
             check_heads(config.num_attention_heads, heads, self.sequence_group.size)
-        blocks = LayerBlocks.dense(layers, heads) if hparams.blocks is None else LayerBlocks(hparams.blocks)
         dense = LayerBlocks.dense(layers, heads)
-        teaching = pod_config(config, dense, hparams.sink_size, hparams.recent_size, "scores")
-        config = pod_config(config, blocks, hparams.sink_size, hparams.recent_size, hparams.share)
+        blocks = dense if self.hparams.blocks is None else LayerBlocks(self.hparams.blocks)
+        teaching = pod_config(config, dense, wanted.sink_size, wanted.recent_size, "scores")
+        config = pod_config(config, blocks, wanted.sink_size, wanted.recent_size, wanted.share)
         # Made as a PoD model at once, not converted: under ZeRO-3 the parameters are sharded while they are made.
-        if hparams.base is not None:
-            with opening(hparams.base):
-                self.model = load_causal_lm(hparams.base, finite=True, config=config, dtype=dtype)
+        if wanted.base is not None:
+            with opening(wanted.base):
+                self.model = load_causal_lm(wanted.base, finite=True, config=config, dtype=dtype)
         else:
             self.model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-            if hparams.initialization == "torch":
+            if wanted.initialization == "torch":
                 for module in self.model.modules():
                     if isinstance(module, nn.Linear | nn.Embedding):
                         module.reset_parameters()
-        if hparams.lora_rank:
-            add_adapters(self.model, hparams.lora_rank, hparams.lora_alpha, hparams.lora_dropout, hparams.lora_targets)
-        elif hparams.distill_weight:
+        if lora.rank:
+            add_adapters(self.model, lora.rank, lora.alpha, lora.dropout, lora.targets)
+        elif distill.weight:
             # A PoD model of blocks of one layer is the dense one, and takes a part of a sequence as the student does.
-            self.teacher = load_causal_lm(hparams.base, finite=True, config=teaching, dtype=dtype)
+            self.teacher = load_causal_lm(wanted.base, finite=True, config=teaching, dtype=dtype)
             self.teacher.requires_grad_(False)
             for layer in self.teacher.model.layers:
-                layer.mlp_tiles = hparams.mlp_tiles
-        if hparams.gradient_checkpointing:
+                layer.mlp_tiles = wanted.mlp_tiles
+        if wanted.gradient_checkpointing:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        self.model.model.offload_checkpoints = hparams.offload_checkpoints
+        self.model.model.offload_checkpoints = wanted.offload_checkpoints
         for layer in self.model.model.layers:
-            layer.mlp_tiles = hparams.mlp_tiles
+            layer.mlp_tiles = wanted.mlp_tiles
             # DDP and ZeRO wait for the gradient of whatever is not frozen.
             for parameter in layer.self_attn.unused_parameters():
                 parameter.requires_grad_(False)
-        if hparams.compile:
+        if wanted.compile:
             for model in (self.model, self.teacher):
                 if model is not None:
                     model.model.compile()
@@ -216,7 +190,7 @@ class PodModule(lightning.LightningModule):
             hidden_states: [B, T, hidden], of the same batch.
         """
         targets, count = self._targets(batch.get("labels", batch["input_ids"]))
-        total, _ = chunked_cross_entropy(hidden_states, self.model.lm_head, targets, self.hparams.loss_chunk)
+        total, _ = chunked_cross_entropy(hidden_states, self.model.lm_head, targets, self.sections.trainer.loss_chunk)
         return total * self._ranks, count
 
     def answers(self, batch: dict[str, Tensor], hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -245,13 +219,13 @@ class PodModule(lightning.LightningModule):
             teacher_states,
             (self.teacher or self.model).lm_head,
             targets,
-            self.hparams.loss_chunk,
-            self.hparams.distill_temperature,
+            self.sections.trainer.loss_chunk,
+            self.sections.distill.temperature,
         )
         return entropies * self._ranks, divergences * self._ranks, count
 
     def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
-        weight = self.hparams.distill_weight
+        weight = self.sections.distill.weight
         # The teacher goes first: what its layers take is gone before the student's forward keeps anything.
         teacher_states = self.teacher_states(batch) if weight else None
         hidden_states = self.hidden_states(batch)
@@ -266,12 +240,12 @@ class PodModule(lightning.LightningModule):
             divergence = divergences / count.clamp(min=1)
             self.log("train_divergence", divergence.detach(), sync_dist=True)
             loss = (1 - weight) * loss + weight * divergence
-        if self.hparams.answer_weight and "answers" in batch:
+        if self.sections.trainer.answer_weight and "answers" in batch:
             logits, ids, count = self.answers(batch, hidden_states)
             answer_loss = nn.functional.cross_entropy(logits.float(), ids, reduction="sum")
             answer_loss = answer_loss * self._ranks / count.clamp(min=1)
             self.log("train_answer_loss", answer_loss.detach(), sync_dist=True)
-            loss = loss + self.hparams.answer_weight * answer_loss
+            loss = loss + self.sections.trainer.answer_weight * answer_loss
         return loss
 
     def setup(self, stage: str) -> None:
@@ -380,7 +354,7 @@ class PodModule(lightning.LightningModule):
             group["lr"] = rate * factor(schedule.last_epoch)
 
     def configure_optimizers(self) -> dict[str, Any]:
-        hparams = self.hparams
+        settings = self.sections.optimizer
         decayed, others = [], []
         for module in self.model.modules():
             for name, parameter in module.named_parameters(recurse=False):
@@ -391,13 +365,13 @@ class PodModule(lightning.LightningModule):
         undecayed = {id(parameter) for parameter in others}
         decayed = [p for p in dict.fromkeys(decayed) if id(p) not in undecayed]
         groups = [
-            {"params": decayed, "weight_decay": hparams.weight_decay},
+            {"params": decayed, "weight_decay": settings.weight_decay},
             {"params": list(dict.fromkeys(others)), "weight_decay": 0.0},
         ]
         groups = [group for group in groups if group["params"]]  # adapters are all matrices
-        optimizer = torch.optim.AdamW(groups, lr=hparams.lr, betas=tuple(hparams.betas))
+        optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=tuple(settings.betas))
         schedule = get_cosine_with_min_lr_schedule_with_warmup(
-            optimizer, hparams.warmup_steps, hparams.max_steps, min_lr=hparams.min_lr
+            optimizer, warmup_steps(self.sections), steps(self.sections), min_lr=settings.min_lr
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -405,7 +379,7 @@ class PodModule(lightning.LightningModule):
         if "state_dict" in checkpoint:
             # The base of adapters and a teacher are elsewhere. What is frozen because nothing uses it is not.
             frozen = self._names(False)
-            left_out = {name for name in frozen if self.hparams.lora_rank or name.startswith("teacher.")}
+            left_out = {name for name in frozen if self.sections.lora.rank or name.startswith("teacher.")}
             state = checkpoint["state_dict"]
             checkpoint["state_dict"] = {name: value for name, value in state.items() if name not in left_out}
         checkpoint["rng_state"] = torch.get_rng_state()

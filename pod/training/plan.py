@@ -15,8 +15,9 @@ from typing import Any
 from pod.blocks import LayerBlocks
 from pod.files import read_json
 from pod.model.shape import KNOWN_CONFIGS, Shape
+from pod.recipe.errors import RecipeError
 from pod.recipe.loading import load_recipe, recipes
-from pod.recipe.schema import Recipe, RecipeError, accumulate, output_folder, steps
+from pod.recipe.schema import Recipe, accumulate, output_folder, steps
 from pod.training.base_model import new_config
 from pod.training.memory import RESERVED, Memory, Sharing
 
