@@ -403,7 +403,7 @@ def test_resumes_exactly(prepared, workers, stop):
 
 def test_workers_end_with_the_iterator(prepared):
     data = module(prepared, num_workers=2)
-    others = set(multiprocessing.active_children())  # A test before may have left a loader to the garbage collector.
+    others = set(multiprocessing.active_children())
     iterator = iter(data.train_dataloader())
     next(iterator)
     assert len(set(multiprocessing.active_children()) - others) == 2

@@ -25,6 +25,7 @@ import pytest
 import torch
 from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.callbacks import Timer
+from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, pipeline
 
 import pod
@@ -307,6 +308,7 @@ def test_a_time_limit_ends_a_run_between_two_steps(few, epochs, tmp_path, monkey
 def test_data_for_no_whole_step_is_refused(few, tmp_path):
     with pytest.raises(ValueError, match="prepared: 10 training samples, but one optimiser step takes 11 "):
         fit(load_recipe(by_steps(tmp_path, few, "trainer.tokens_per_batch=352")))
+    assert not [name for name in vars(DataLoader) if "__old" in name]  # as Lightning leaves it after an error inside
 
 
 def test_answers_are_weighed_and_scored(prepared, tmp_path):

@@ -206,8 +206,17 @@ class PodDataModule(LightningDataModule):
         return prepared
 
     def setup(self, stage: str | None = None) -> None:
-        """Forget the position of an earlier `fit` with this object."""
+        """Forget the position of an earlier `fit` with this object; refuse a split that is too small for one step.
+
+        Here, because Lightning leaves DataLoader patched where an error comes out of `train_dataloader`, and loaders
+        that are made then keep their workers for good.
+
+        Raises:
+            ValueError: as `train_dataloader`.
+        """
         self._loader = None
+        if stage == "fit":
+            self._sampler()
 
     def _sampler(self) -> ResumableSampler:
         trainer, dataset = self.trainer, PreparedDataset(self.prepared, "train")
