@@ -28,6 +28,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 import pod
+from pod.data.demo_corpus import held_out_text, write_corpus
 from pod.data.prepared import PreparedData
 from pod.evaluation import models, report
 from pod.evaluation.passkey import DIGITS, PassKey, generate_greedily, passkey_accuracy, passkey_prompts
@@ -38,9 +39,6 @@ from pod.fit import fit
 from pod.recipe.loading import load_recipe
 from pod.recipe.schema import Recipe, output_folder, schema, steps
 from pod.terminal import exit_status
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))
-from demo_corpus import held_out_text, write_corpus  # noqa: E402
 
 LENGTHS = (256, 512, 1016)  # tokens of the pass-key prompts; with the digits, the last fills the context
 DEPTHS = tuple(index / 8 for index in range(9))

@@ -21,6 +21,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import demo
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -38,9 +39,6 @@ from pod.recipe.loading import load_recipe
 from pod.recipe.schema import Recipe, output_folder
 from pod.terminal import exit_status
 from pod_kernels import SkipStats
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import demo  # noqa: E402
 
 Point = tuple[int, float]  # recent tokens, kv_saving
 TAU_TEXTS = 8  # held-out samples whose last quarter is decoded token by token

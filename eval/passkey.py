@@ -24,6 +24,7 @@ import sys
 from pathlib import Path
 
 from pod import eviction
+from pod.data.demo_corpus import held_out_text
 from pod.evaluation import command, models, report
 from pod.evaluation.haystack import ADJECTIVES, NOUNS
 from pod.evaluation.models import by_row, label_of, parameters_of
@@ -31,9 +32,6 @@ from pod.evaluation.passkey import PHRASES, generate_greedily, passkey_accuracy,
 from pod.evaluation.texts import read_text
 from pod.files import check_writable
 from pod.terminal import exit_status
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))
-from demo_corpus import held_out_text  # noqa: E402
 
 PROTOCOLS: dict[str, dict] = {
     "grid": {"lengths": [256, 512, 1024], "depths": 11, "samples": 8, "phrase": "key"},

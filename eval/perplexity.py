@@ -24,6 +24,7 @@ import torch
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase
 
 from pod import eviction
+from pod.data.demo_corpus import held_out_text
 from pod.data.prepared import PreparedData
 from pod.data.tokenizer import check_tokenizer, check_vocabulary
 from pod.evaluation import command, models, report
@@ -32,9 +33,6 @@ from pod.evaluation.perplexity import Perplexity, check_streamed, perplexity
 from pod.evaluation.texts import prepared, read_text, stretches, token_ids
 from pod.files import check_writable
 from pod.terminal import exit_status
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))
-from demo_corpus import held_out_text  # noqa: E402
 
 
 def evaluate(

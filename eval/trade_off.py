@@ -23,6 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pod import eviction
 from pod.cache import PodCache
+from pod.data.demo_corpus import held_out_text
 from pod.evaluation import command, models, report, runner
 from pod.evaluation.models import label_of
 from pod.evaluation.passkey import PHRASES, generate_greedily, passkey_accuracy, passkey_prompts
@@ -31,9 +32,6 @@ from pod.evaluation.texts import read_text, stretches, token_ids
 from pod.files import check_writable, read_json
 from pod.model.weights import weights_hash
 from pod.terminal import exit_status
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))
-from demo_corpus import held_out_text  # noqa: E402
 
 # As many sinks in the three that keep them, so that only what they keep of the rest differs.
 METHODS = "snapkv+pyramidkv+adakv+sagekv+h2o+tova+cake+quest+streamingllm:sinks=16+lminfinite:sinks=16+cascade:sinks=16"

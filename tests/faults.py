@@ -44,8 +44,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))
-
 import numpy as np
 import torch
 from scripts import script

@@ -15,7 +15,6 @@ import sys
 import time
 from pathlib import Path
 
-import demo_corpus
 import numpy as np
 import pytest
 import torch
@@ -25,6 +24,7 @@ from transformers import AutoModelForCausalLM
 
 import pod
 from pod import analyze, export, fit, generate, prepare
+from pod.data import demo_corpus
 from pod.data.prepared import PreparedData
 from pod.data.sample_writer import SampleWriter
 from pod.files import check_sums, check_writable, locked, naming, publish, read_json, replacing

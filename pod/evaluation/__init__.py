@@ -11,9 +11,5 @@ longbench.py, ruler.py, metrics.py    the benchmarks' prompts and scores
 ruler_tasks.py         how RULER's 13 tasks are made at any size
 haystack.py            what long prompts are filled up with
 questions.py           SQuAD's and HotpotQA's files
-timing.py              works in turns, ratios, rates
-filled_cache.py        a cache as after any number of tokens, without the model
-dense_attention.py     the dense attentions that a device might have
-speed_setting.py, speed_works.py, speed_goals.py    what eval/speed.py measures on, what, and what was wanted
 report.py              JSON, tables, heat maps
 """
