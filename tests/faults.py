@@ -46,7 +46,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from scripts import script
 from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaConfig
 
 import pod.data.sample_writer
@@ -55,6 +54,7 @@ import pod.fit
 import pod.training.checkpoints
 from pod import prepare
 from pod.data.prepared import PreparedData
+from pod.evaluation import needle
 from pod.evaluation.runner import Predictions
 from pod.files import write_sums
 from pod.training.module import PodModule
@@ -76,9 +76,6 @@ CONFIG = {
     "eos_token_id": 1,
     "pad_token_id": 0,
 }
-
-
-needle = script("eval/needle.py")
 
 
 class Failure(AssertionError):
