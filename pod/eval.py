@@ -1,8 +1,10 @@
-"""Evaluate by name: `python -m pod.eval NAME ...` is `python eval/NAME.py ...`, outside the repository too.
+"""Evaluate by name, as `python eval/NAME.py ...` does, outside the repository too.
 
-python -m pod.eval longbench --ckpt exports/llama3-32k --data longbench/ --tasks pod
-python -m pod.eval memory --model llama3-8b --memory 80GB
-python -m pod.eval ruler --help
+    python -m pod.eval longbench --ckpt exports/llama3-32k --data longbench/ --tasks pod
+    python -m pod.eval memory --model llama3-8b --memory 80GB
+    python -m pod.eval ruler --help
+
+What there is:
 """
 
 import argparse
@@ -18,7 +20,7 @@ def main(arguments: list[str] | None = None) -> int:
     names = "\n".join(f"  {name:<{width}}  {what}" for name, (_, what) in EVALUATIONS.items())
     parser = argparse.ArgumentParser(
         prog="python -m pod.eval",
-        description=f"{__doc__}\n{names}",
+        description=__doc__ + names,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", choices=EVALUATIONS, metavar="NAME", help="what to evaluate; NAME --help says how")
