@@ -191,25 +191,29 @@ def run(options: argparse.Namespace) -> list[dict]:
 
 def table(rows: list[dict]) -> str:
     """A row for each point; pass-key accuracy also as a share of the first checkpoint's without eviction."""
-    first = rows[0]["passkey"]
-    lines = []
-    for row in rows:
-        share = row["passkey"] / first if first else float("nan")
-        lines.append(
-            [
-                label_of(row["ckpt"], row["eviction"]),
-                "all" if row["budget"] is None else str(row["budget"]),
-                f"{row['passkey_bytes']:,.0f}",
-                f"{row['passkey_bytes'] / row['passkey_dense_bytes']:.1%}",
-                f"{row['passkey']:.1%}",
-                f"{share:.3f}",
-                f"{row['text_bytes'] / row['text_dense_bytes']:.1%}",
-                f"{row['bits_per_byte']:.4f}",
-            ]
-        )
-    name = Path(rows[0]["ckpt"]).name
-    header = ["", "tokens kept", "bytes", "of dense", "pass-key digits", f"of {name}", "streamed: of dense"]
-    return report.markdown_table([*header, "bits/byte"], lines)
+    first, name = rows[0]["passkey"], Path(rows[0]["ckpt"]).name
+    records = [
+        row
+        | {
+            "label": label_of(row["ckpt"], row["eviction"]),
+            "kept": "all" if row["budget"] is None else row["budget"],
+            "of_dense": row["passkey_bytes"] / row["passkey_dense_bytes"],
+            "of_first": row["passkey"] / first if first else float("nan"),
+            "streamed": row["text_bytes"] / row["text_dense_bytes"],
+        }
+        for row in rows
+    ]
+    columns = {
+        "": ("label", "{}"),
+        "tokens kept": ("kept", "{}"),
+        "bytes": ("passkey_bytes", "{:,.0f}"),
+        "of dense": ("of_dense", "{:.1%}"),
+        "pass-key digits": ("passkey", "{:.1%}"),
+        f"of {name}": ("of_first", "{:.3f}"),
+        "streamed: of dense": ("streamed", "{:.1%}"),
+        "bits/byte": ("bits_per_byte", "{:.4f}"),
+    }
+    return report.table_of(records, columns)
 
 
 def draw(rows: list[dict], path: Path) -> None:
