@@ -136,7 +136,8 @@ def run(benchmark: Benchmark, options: argparse.Namespace) -> None:
         note = benchmark.beyond(ckpt, getattr(model.config, "max_position_embeddings", None))
         if note:
             notes.append(note)
-            print(f"note: {note}", file=sys.stderr)
+            if runner.process()[0] == 0:
+                print(f"note: {note}", file=sys.stderr)
         longest = None
         for name, requests in benchmark.prompts(tokenizer):
             keys[name] = [request.key for request in requests]
