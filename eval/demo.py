@@ -19,7 +19,7 @@ one of other settings is not mixed with it.
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 import pod
+from pod.data.demo_corpus import held_out_text, write_corpus
 from pod.data.prepared import PreparedData
 from pod.evaluation import models, report
 from pod.evaluation.passkey import DIGITS, PassKey, generate_greedily, passkey_accuracy, passkey_prompts
@@ -39,23 +40,21 @@ from pod.recipe.loading import load_recipe
 from pod.recipe.schema import Recipe, output_folder, schema, steps
 from pod.terminal import exit_status
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))
-from demo_corpus import held_out_text, write_corpus  # noqa: E402
-
 LENGTHS = (256, 512, 1016)  # tokens of the pass-key prompts; with the digits, the last fills the context
 DEPTHS = tuple(index / 8 for index in range(9))
 SAMPLES = 8  # prompts for each length and depth
 TEXTS = 96  # held-out samples for the bits per byte
 DECODED = 48  # tokens per decode timing
 ROUNDS = 3  # timings of each row, interleaved
-COLUMNS = (
-    "bits/byte",
-    "pass-key digits",
-    "beyond the window",
-    "cache bytes",
-    "of dense",
-    "decode speed",
-)
+COLUMNS = {
+    "": ("name", "{}"),
+    "bits/byte": ("bits_per_byte", "{:.4f}"),
+    "pass-key digits": ("passkey", "{:.1%}"),
+    "beyond the window": ("passkey_beyond", "{:.1%}"),
+    "cache bytes": ("cache_bytes", "{:,}"),
+    "of dense": ("of_dense", "{:.1%}"),
+    "decode speed": ("decode_speed", "{:.2f}x"),
+}
 
 
 def write_data(recipe: Recipe) -> Path:
@@ -151,6 +150,28 @@ def decode_seconds(model: PreTrainedModel, length: int, batch: int = 4) -> float
     return run(DECODED) - run(1)
 
 
+def quality(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[PassKey],
+    texts: Iterable[Tensor],
+    recent: int,
+    label: str,
+    states: Callable[..., Tensor] = decoder_states,
+    generate: Callable[..., Tensor] = generate_greedily,
+) -> tuple[dict, list[float]]:
+    """(bits_per_byte, passkey and passkey_beyond the recent tokens, None where no key is), and each prompt's score."""
+    bits = perplexity(model, texts, 1.0, states=states, label=f"{label}: held-out text")
+    scores = passkey_accuracy(model, tokenizer, prompts, 12, generate, label=f"{label}: pass keys")
+    far = [score for score, prompt in zip(scores, prompts, strict=True) if prompt.distance > recent]
+    found = {
+        "bits_per_byte": bits.bits_per_byte,
+        "passkey": sum(scores) / len(scores),
+        "passkey_beyond": sum(far) / len(far) if far else None,
+    }
+    return found, scores
+
+
 def evaluate(
     rows: dict[str, PreTrainedModel],
     tokenizer: PreTrainedTokenizerBase,
@@ -161,22 +182,14 @@ def evaluate(
 ) -> dict:
     """Every number of the report, by row; "dense, extra steps" is also evaluated under StreamingLLM's mask."""
     prompts = keys_in_text(tokenizer, SAMPLES)
-    beyond = [p.distance > recent for p in prompts]
     masked = streaming(sinks, recent)
     measured = {}
     for name, model in {**rows, "StreamingLLM": rows["dense, extra steps"]}.items():
-        states, generate = masked if name == "StreamingLLM" else (decoder_states, generate_greedily)
-        bits = perplexity(model, prepared(plain, TEXTS, 8), 1.0, states=states, label=f"{name}: held-out text")
-        scores = passkey_accuracy(model, tokenizer, prompts, 12, generate, label=f"{name}: pass keys")
+        means = masked if name == "StreamingLLM" else (decoder_states, generate_greedily)
+        found, scores = quality(model, tokenizer, prompts, prepared(plain, TEXTS, 8), recent, name, *means)
         cells = torch.tensor(scores).view(len(LENGTHS), len(DEPTHS), SAMPLES).mean(dim=2)
-        far = [score for score, is_far in zip(scores, beyond, strict=True) if is_far]
-        measured[name] = {
-            "bits_per_byte": bits.bits_per_byte,
-            "passkey": sum(scores) / len(scores),
-            "passkey_beyond": sum(far) / len(far),
-            "passkey_cells": cells.tolist(),
-            "cache_bytes": None if name == "StreamingLLM" else measure_cache(model, context),
-        }
+        size = None if name == "StreamingLLM" else measure_cache(model, context)
+        measured[name] = found | {"passkey_cells": cells.tolist(), "cache_bytes": size}
     seconds: dict[str, list[float]] = {name: [] for name in rows}
     for _ in range(ROUNDS):
         for name, model in rows.items():
@@ -184,27 +197,18 @@ def evaluate(
     dense = statistics.median(seconds["dense"])
     for name in measured:
         measured[name]["decode_speed"] = dense / statistics.median(seconds[name]) if name in seconds else None
-    return {"asked_beyond_window": sum(beyond) / len(beyond), "rows": measured}
+    beyond = sum(prompt.distance > recent for prompt in prompts) / len(prompts)
+    return {"asked_beyond_window": beyond, "rows": measured}
 
 
 def table(result: dict) -> str:
     """The report's table."""
-    rows = []
     dense = result["rows"]["dense"]["cache_bytes"]
-    for name, row in result["rows"].items():
-        size = row["cache_bytes"]
-        rows.append(
-            [
-                name,
-                f"{row['bits_per_byte']:.4f}",
-                f"{row['passkey']:.1%}",
-                f"{row['passkey_beyond']:.1%}",
-                "-" if size is None else f"{size:,}",
-                "-" if size is None else f"{size / dense:.1%}",
-                "-" if row["decode_speed"] is None else f"{row['decode_speed']:.2f}x",
-            ]
-        )
-    return report.markdown_table(["", *COLUMNS], rows)
+    rows = [
+        row | {"name": name, "of_dense": row["cache_bytes"] and row["cache_bytes"] / dense}
+        for name, row in result["rows"].items()
+    ]
+    return report.table_of(rows, COLUMNS)
 
 
 def write_report(result: dict, out: Path, facts: str) -> str:

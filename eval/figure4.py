@@ -13,7 +13,6 @@ A sweep that was stopped goes on where it was: finished points are not run again
 last checkpoint. Writes figure4.json, figure4.md and three pictures: tau.png, proximal.png and kv_saving.png.
 """
 
-import argparse
 import dataclasses
 import json
 import math
@@ -21,15 +20,15 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import demo
 import torch
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
 import pod
-from pod.evaluation import models, report
+from pod.evaluation import command, models, report
 from pod.evaluation.passkey import generate_greedily, passkey_accuracy
-from pod.evaluation.perplexity import perplexity
 from pod.evaluation.texts import prepared
 from pod.export import export
 from pod.files import read_json
@@ -39,10 +38,23 @@ from pod.recipe.schema import Recipe, output_folder
 from pod.terminal import exit_status
 from pod_kernels import SkipStats
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import demo  # noqa: E402
-
 Point = tuple[int, float]  # recent tokens, kv_saving
+COLUMNS = {
+    "recent tokens": ("recent", "{}"),
+    "kv_saving": ("kv_saving", "{:.1%}"),
+    "measured": ("measured_saving", "{:.1%}"),
+    "cache bytes": ("cache_bytes", "{:,}"),
+    "pass-key digits": ("passkey", "{:.1%}"),
+    "beyond the window": ("passkey_beyond", "{:.1%}"),
+    "bits/byte": ("bits_per_byte", "{:.4f}"),
+}
+TAU_COLUMNS = {
+    "tau": ("tau", "{:g}"),
+    "query heads that skip": ("skipped_share", "{:.1%}"),
+    "distant values not read": ("unread_share", "{:.1%}"),
+    "pass-key digits": ("passkey", "{:.1%}"),
+    "bits/byte, decoded": ("bits_per_byte", "{:.4f}"),
+}
 TAU_TEXTS = 8  # held-out samples whose last quarter is decoded token by token
 
 
@@ -120,9 +132,7 @@ def measure(point: Point, overrides: list[str], out: Path, effort: Effort) -> di
     model, tokenizer = models.load(str(folder / "export"), "cpu", "float32")
     prompts = demo.keys_in_text(tokenizer, effort.samples)
     label = f"recent {recent}, saving {saving:g}"
-    digits = passkey_accuracy(model, tokenizer, prompts, 12, label=f"{label}: pass keys")
-    far = [score for score, prompt in zip(digits, prompts, strict=True) if prompt.distance > recent]
-    bits = perplexity(model, prepared(plain, effort.texts, 8), 1.0, label=f"{label}: held-out text")
+    quality, _ = demo.quality(model, tokenizer, prompts, prepared(plain, effort.texts, 8), recent, label)
     context = recipe.data.sequence_length
     size = demo.measure_cache(model, context)
     dense = models.dense_token_bytes(model) * context
@@ -131,9 +141,7 @@ def measure(point: Point, overrides: list[str], out: Path, effort: Effort) -> di
         "recent": recent,
         "wanted_saving": saving,
         "kv_saving": pod.LayerBlocks.load(folder / "blocks.json").kv_saving if saving else 0.0,
-        "passkey": sum(digits) / len(digits),
-        "passkey_beyond": sum(far) / len(far) if far else None,
-        "bits_per_byte": bits.bits_per_byte,
+        **quality,
         "cache_bytes": size,
         "measured_saving": 1 - size / dense,
     }
@@ -222,40 +230,6 @@ def draw(found: list[dict], key: str, xlabel: str, path: Path) -> None:
     report.save_figure(figure, path, dpi=150)
 
 
-def table(found: list[dict]) -> str:
-    """A line for each point."""
-    rows = [
-        [
-            str(point["recent"]),
-            f"{point['kv_saving']:.1%}",
-            f"{point['measured_saving']:.1%}",
-            f"{point['cache_bytes']:,}",
-            f"{point['passkey']:.1%}",
-            "-" if point["passkey_beyond"] is None else f"{point['passkey_beyond']:.1%}",
-            f"{point['bits_per_byte']:.4f}",
-        ]
-        for point in found
-    ]
-    header = ["recent tokens", "kv_saving", "measured", "cache bytes", "pass-key digits", "beyond the window"]
-    return report.markdown_table([*header, "bits/byte"], rows)
-
-
-def tau_table(found: list[dict]) -> str:
-    """A line for each threshold."""
-    rows = [
-        [
-            f"{point['tau']:g}",
-            f"{point['skipped_share']:.1%}",
-            f"{point['unread_share']:.1%}",
-            f"{point['passkey']:.1%}",
-            f"{point['bits_per_byte']:.4f}",
-        ]
-        for point in found
-    ]
-    header = ["tau", "query heads that skip", "distant values not read", "pass-key digits", "bits/byte, decoded"]
-    return report.markdown_table(header, rows)
-
-
 def run(
     overrides: list[str],
     recent: list[int],
@@ -284,7 +258,7 @@ def run(
     by_tau = [measure_tau(tau, own_recipe, effort) for tau in sorted(set(taus))]
     report.write_json(out / "figure4.json", {"points": list(found.values()), "taus": by_tau})
     ordered = sorted(found.values(), key=lambda point: (point["recent"], point["wanted_saving"]))
-    text = f"{tau_table(by_tau)}\n\n{table(ordered)}"
+    text = f"{report.table_of(by_tau, TAU_COLUMNS)}\n\n{report.table_of(ordered, COLUMNS)}"
     pictures = "\n".join(f"![{name}]({name}.png)" for name in ("tau", "proximal", "kv_saving"))
     report.write(out / "figure4.md", f"# PoD's Figure 4\n\n{text}\n\n{pictures}\n")
     draw(by_tau, "tau", "tau: query heads with at least this gate skip distant tokens", out / "tau.png")
@@ -296,9 +270,7 @@ def run(
 
 @exit_status
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python eval/figure4.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command.parser_of("figure4", __doc__)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the recipe (recipe=tiny)")
     parser.add_argument("--recent", default="28,60,124,252", help="recent tokens, comma-separated (28,60,124,252)")
     parser.add_argument("--kv-savings", default="0,0.2,0.35,0.43", help="shares, comma-separated (0,0.2,0.35,0.43)")

@@ -41,14 +41,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import timing
 import torch
+from dense_attention import OTHERS
+from speed_goals import goals, winner_lines
+from speed_setting import SETTINGS, Setting, shared_blocks
+from speed_works import POD_CUDNN, SHORTEST, SUITES, decode_after_eviction, prefill
+from timing import BYTES, OPERATIONS, SCALE
 
-from pod.evaluation import command, report, timing
-from pod.evaluation.dense_attention import OTHERS
-from pod.evaluation.speed_goals import goals, winner_lines
-from pod.evaluation.speed_setting import SETTINGS, Setting, shared_blocks
-from pod.evaluation.speed_works import POD_CUDNN, SHORTEST, SUITES, decode_after_eviction, prefill
-from pod.evaluation.timing import BYTES, OPERATIONS, SCALE
+from pod.evaluation import command, report
 from pod.files import check_writable
 from pod.terminal import exit_status
 

@@ -9,13 +9,14 @@ prepare.py      python -m pod.prepare: text into prepared samples
 fit.py          python -m pod.fit: training
 export.py       python -m pod.export: a Hugging Face directory
 generate.py     python -m pod.generate: text, speed, cache bytes
+eval.py         python -m pod.eval NAME: benchmarks and measurements
 model/          the models
 cache/          the one cache
 eviction/       what a method of eviction says
 training/       the LightningModule, its data, strategy, checkpoints
 data/           from text to prepared samples
 recipe/         the recipes and how they are read
-evaluation/     what the scripts in eval/ share
+evaluation/     one benchmark a file, and what runs them
 """
 
 import importlib

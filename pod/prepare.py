@@ -49,6 +49,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ import numpy as np
 from pod.data import summary
 from pod.data.chat import load_chat
 from pod.data.sampling import Plan, draw, split_documents, write_shard
-from pod.data.sources import DOCUMENT, LINES, Reading, find_units, load_tokenizer, read_unit
+from pod.data.sources import DOCUMENT, LINES, Reading, Unit, find_units, load_tokenizer, read_unit
 
 SHOWN = 20  # bad lines printed; report.json has all
 
@@ -136,6 +137,43 @@ def clear(work: Path) -> None:
             path.unlink()
 
 
+@dataclass
+class Documents:
+    """All documents that were read, in order.
+
+    Attributes:
+        table: [n] of `DOCUMENT`.
+        keys: of the units that have documents, the stems of their files in the work folder.
+        unit: [n] int64, of which of these a document is.
+        begin: [n] int64, the document's first token in its unit.
+        skipped: what could not be read, dict(file, line, problem).
+    """
+
+    table: np.ndarray
+    keys: list[str]
+    unit: np.ndarray
+    begin: np.ndarray
+    skipped: list[dict[str, Any]]
+
+
+@dataclass
+class Choice:
+    """Which documents fill the samples.
+
+    Attributes:
+        splits: name -> the numbers of its documents, in the seed's order.
+        used: [n] int64, tokens that are taken of each document.
+        duplicates, lonely: documents left out, as they occur before; as they have one token in a sample of their own.
+        intervals: as `draw` reports them; None without.
+    """
+
+    splits: dict[str, np.ndarray]
+    used: np.ndarray
+    duplicates: int
+    lonely: int = 0
+    intervals: list[dict[str, Any]] | None = None
+
+
 def prepare(
     sources: list[str],
     out: str | Path,
@@ -174,16 +212,7 @@ def prepare(
     from pod.data.sample_writer import SHARD_BYTES, SampleWriter, samples_of_a_shard
     from pod.files import write_text
 
-    if not 0 <= held_out < 1:
-        raise ValueError(f"--held-out {held_out}: a share of the documents, at least 0 and below 1")
-    if not 0 <= max_bad_share <= 1:
-        raise ValueError(f"--max-bad-share {max_bad_share}: a share of the documents, from 0 to 1")
-    if num_proc < 1 or seed < 0:
-        raise ValueError(f"--num-proc {num_proc} must be at least 1, and --seed {seed} not negative")
-    if sink_size < 0 or recent_size < 1:
-        raise ValueError(f"--sink-size {sink_size} must not be negative, and --recent-size {recent_size} at least 1")
-    if sequence_length < 2:
-        raise ValueError(f"--sequence-length {sequence_length}: next-token training needs at least 2")
+    check_numbers(sequence_length, held_out, max_bad_share, num_proc, seed, sink_size, recent_size)
     edges = length_intervals or None
     if edges and (min(edges) < 1 or edges != sorted(set(edges))):
         raise ValueError(f"--length-intervals {' '.join(map(str, edges))}: lengths in tokens, rising, at least 1")
@@ -197,121 +226,50 @@ def prepare(
         )
     if chat_template is not None and not chat:
         raise ValueError(f"--chat-template {chat_template}: only --chat writes chats")
-    reading = Reading(
-        tokenizer, vocab_size, text_field, chat, Path(chat_template).read_text() if chat_template is not None else None
-    )
+    template = Path(chat_template).read_text() if chat_template is not None else None
+    reading = Reading(tokenizer, vocab_size, text_field, chat, template)
     if chat:
-        load_chat(tokenizer, reading.chat_template)
-        for name in (name for unit in units for name in unit.files):
-            if not name.endswith(LINES):
-                raise ValueError(f"--chat reads {', '.join(LINES)}, and {name} is among the sources")
+        check_chat(reading, units)
     out = Path(out)
-    SampleWriter(out, sequence_length=sequence_length, vocab_size=vocab_size, tokenizer=tokenizer, force=force)
-    for source in map(Path, sources):
-        if out.resolve().is_relative_to(source.resolve()):
-            raise ValueError(f"--out {out} lies inside --source {source}: the next run would read what this one writes")
-        if source.resolve().is_relative_to(out.resolve()):
-            raise ValueError(
-                f"--source {source} lies inside --out {out}, which is to be replaced: choose another --out"
-            )
+    writer = partial(
+        SampleWriter, out, sequence_length=sequence_length, vocab_size=vocab_size, tokenizer=tokenizer, force=force
+    )
+    writer()  # refuses what cannot be written, before anything is read
+    check_apart(out, sources)
     with work_folder(out) as work:
-        task = partial(read_unit, reading=reading, folder=work, skip_bad_shards=skip_bad_shards)
-        units_read = in_parallel(task, units, num_proc, "Tokenising")
-        skipped = [problem for unit in units_read for problem in unit["problems"]]
-        units_read = [unit for unit in units_read if unit["documents"]]
-        files = len({name for unit in units for name in unit.files})
-        if not units_read:
-            clear(work)
-            first = "; the first: {file}:{line}: {problem}".format(**skipped[0]) if skipped else ""
-            raise ValueError(f"nothing readable in {files} files, {len(skipped)} problems{first}")
-
-        counts = [unit["documents"] for unit in units_read]
-        share = len(skipped) / (len(skipped) + sum(counts))
-        if share > max_bad_share:
-            raise ValueError(
-                f"{len(skipped)} of {len(skipped) + sum(counts)} documents cannot be read, {share:.1%}, more than "
-                f"--max-bad-share {max_bad_share:g} allows; the first: "
-                + "{file}:{line}: {problem}".format(**skipped[0])
-            )
-        table = np.empty(sum(counts), DOCUMENT)
-        begin = np.empty(len(table), np.int64)
-        for end, unit in zip(np.cumsum(counts).tolist(), units_read, strict=True):
-            part = slice(end - unit["documents"], end)
-            table[part] = np.load(work / f"{unit['key']}.npy")
-            begin[part] = np.cumsum(table["length"][part]) - table["length"][part]
-        source = np.repeat(np.arange(len(counts)), counts)
-        splits, duplicates = split_documents(table["sha256"], held_out, seed)
-        if not len(splits["train"]):
-            raise ValueError(
-                f"--held-out {held_out:g} leaves none of the {len(table) - duplicates} documents for training: lower it"
-            )
-        used = np.minimum(table["length"], sequence_length) if one_document else table["length"]
-        lonely = 0
-        if one_document:  # a sample of one token foretells nothing
-            whole = {name: numbers[used[numbers] > 1] for name, numbers in splits.items()}
-            lonely = sum(len(splits[name]) - len(whole[name]) for name in splits)
-            splits = whole
-            if not len(splits["train"]):
-                raise ValueError("no document for training has more than one token, and --one-document needs two")
-        intervals = None
-        if edges:
-            drawn, intervals = draw(table["length"][splits["train"]], used[splits["train"]], edges)
-            splits["train"] = splits["train"][drawn]
-
+        found = read_documents(units, reading, work, num_proc, skip_bad_shards, max_bad_share)
+        choice = choose(found.table, held_out, seed, sequence_length if one_document else None, edges)
         plans = {
             name: Plan(
-                [work / f"{unit['key']}.ids" for unit in units_read],
-                source[numbers],
-                begin[numbers],
-                used[numbers],
+                [work / f"{key}.ids" for key in found.keys],
+                found.unit[numbers],
+                found.begin[numbers],
+                choice.used[numbers],
                 sequence_length,
                 packed=not one_document,
                 vocab_size=vocab_size,
                 pad_id=pad_id,
-                learned=[work / f"{unit['key']}.learned" for unit in units_read] if chat else [],
+                learned=[work / f"{key}.learned" for key in found.keys] if chat else [],
             )
-            for name, numbers in splits.items()
+            for name, numbers in choice.splits.items()
             if len(numbers)
         }
         shard_samples = samples_of_a_shard(sequence_length, vocab_size)
         digest = hashlib.sha256("".join(plan.digest() for plan in plans.values()).encode()).hexdigest()
         folder = work / f"out-{digest[:32]}"
         folder.mkdir(exist_ok=True)
-        writer = SampleWriter(
-            out,
-            sequence_length=sequence_length,
-            vocab_size=vocab_size,
-            tokenizer=tokenizer,
-            force=force,
-            directory=folder,
-        )
-        with writer:
+        with writer(directory=folder) as samples:
             for name, plan in plans.items():
                 task = partial(write_shard, plan, name, shard_samples, folder)
                 numbers = list(range(-(-plan.samples // shard_samples)))
                 for done in in_parallel(task, numbers, num_proc, f"Writing {name}"):
-                    writer.adopt(name, **done)
-            writer.held_out = [value.tobytes().hex() for value in table["sha256"][splits["validation"]]]
-            writer.length_intervals = edges
-            splits_written = {name: splits[name] for name in writer.splits}
-            report = {
-                "files": files,
-                "documents": sum(len(numbers) for numbers in splits.values()),
-                "duplicates": duplicates,
-                "truncated_documents": int(sum((table["length"] > used)[numbers].sum() for numbers in splits.values())),
-                "one_token_documents": lonely,
-                "splits": {
-                    name: {"documents": len(splits[name]), "samples": entry["samples"], "tokens": entry["tokens"]}
-                    | {"padding": 1 - entry["tokens"] / (entry["samples"] * sequence_length)}
-                    | {"distant": plans[name].distant(sink_size, recent_size) / entry["tokens"]}
-                    for name, entry in writer.splits.items()
-                },
-                "lengths": {name: summary.histogram(table["length"][part]) for name, part in splits_written.items()},
-                "length_intervals": intervals,
-                "sink_size": sink_size,
-                "recent_size": recent_size,
-                "skipped": skipped,
-            }
+                    samples.adopt(name, **done)
+            samples.held_out = [value.tobytes().hex() for value in found.table["sha256"][choice.splits["validation"]]]
+            samples.length_intervals = edges
+            distant = {name: plan.distant(sink_size, recent_size) for name, plan in plans.items()}
+            report = {"files": len({name for unit in units for name in unit.files})}
+            report |= counted(found, choice, samples.splits, distant, sequence_length)
+            report |= {"sink_size": sink_size, "recent_size": recent_size, "skipped": found.skipped}
             write_text(folder / "report.json", json.dumps(report, indent=2) + "\n")
             facts = {
                 "tokenizer": tokenizer,
@@ -324,6 +282,157 @@ def prepare(
             summary.write(folder, report, sequence_length, facts)
         clear(work)
     return report
+
+
+def check_numbers(
+    sequence_length: int,
+    held_out: float,
+    max_bad_share: float,
+    num_proc: int,
+    seed: int,
+    sink_size: int,
+    recent_size: int,
+) -> None:
+    """Refuse numbers that mean nothing.
+
+    Raises:
+        ValueError: names the option and what it may be.
+    """
+    if not 0 <= held_out < 1:
+        raise ValueError(f"--held-out {held_out}: a share of the documents, at least 0 and below 1")
+    if not 0 <= max_bad_share <= 1:
+        raise ValueError(f"--max-bad-share {max_bad_share}: a share of the documents, from 0 to 1")
+    if num_proc < 1 or seed < 0:
+        raise ValueError(f"--num-proc {num_proc} must be at least 1, and --seed {seed} not negative")
+    if sink_size < 0 or recent_size < 1:
+        raise ValueError(f"--sink-size {sink_size} must not be negative, and --recent-size {recent_size} at least 1")
+    if sequence_length < 2:
+        raise ValueError(f"--sequence-length {sequence_length}: next-token training needs at least 2")
+
+
+def check_chat(reading: Reading, units: list[Unit]) -> None:
+    """Refuse a template that cannot be, and sources that hold no chats.
+
+    Raises:
+        ValueError: names it.
+    """
+    load_chat(reading.tokenizer, reading.chat_template)
+    for name in (name for unit in units for name in unit.files):
+        if not name.endswith(LINES):
+            raise ValueError(f"--chat reads {', '.join(LINES)}, and {name} is among the sources")
+
+
+def check_apart(out: Path, sources: list[str]) -> None:
+    """Refuse an output inside a source or around one.
+
+    Raises:
+        ValueError: names both.
+    """
+    for source in map(Path, sources):
+        if out.resolve().is_relative_to(source.resolve()):
+            raise ValueError(f"--out {out} lies inside --source {source}: the next run would read what this one writes")
+        if source.resolve().is_relative_to(out.resolve()):
+            raise ValueError(
+                f"--source {source} lies inside --out {out}, which is to be replaced: choose another --out"
+            )
+
+
+def read_documents(
+    units: list[Unit], reading: Reading, work: Path, num_proc: int, skip_bad_shards: bool, max_bad_share: float
+) -> Documents:
+    """Tokenise what is not in the work folder yet.
+
+    Raises:
+        ValueError: nothing readable, more unreadable than allowed, a bad MDS shard.
+    """
+    task = partial(read_unit, reading=reading, folder=work, skip_bad_shards=skip_bad_shards)
+    found = in_parallel(task, units, num_proc, "Tokenising")
+    skipped = [problem for unit in found for problem in unit["problems"]]
+    found = [unit for unit in found if unit["documents"]]
+    first = "; the first: {file}:{line}: {problem}".format(**skipped[0]) if skipped else ""
+    if not found:
+        clear(work)
+        files = len({name for unit in units for name in unit.files})
+        raise ValueError(f"nothing readable in {files} files, {len(skipped)} problems{first}")
+    counts = [unit["documents"] for unit in found]
+    total = len(skipped) + sum(counts)
+    if len(skipped) / total > max_bad_share:
+        raise ValueError(
+            f"{len(skipped)} of {total} documents cannot be read, {len(skipped) / total:.1%}, more than "
+            f"--max-bad-share {max_bad_share:g} allows{first}"
+        )
+    table = np.empty(sum(counts), DOCUMENT)
+    begin = np.empty(len(table), np.int64)
+    for end, unit in zip(np.cumsum(counts).tolist(), found, strict=True):
+        part = slice(end - unit["documents"], end)
+        table[part] = np.load(work / f"{unit['key']}.npy")
+        begin[part] = np.cumsum(table["length"][part]) - table["length"][part]
+    return Documents(table, [unit["key"] for unit in found], np.repeat(np.arange(len(counts)), counts), begin, skipped)
+
+
+def choose(
+    table: np.ndarray, held_out: float, seed: int, cut_to: int | None, length_intervals: list[int] | None
+) -> Choice:
+    """Split the documents, drop those that occur again, and draw from intervals of length.
+
+    Args:
+        table: [n] of `DOCUMENT`.
+        held_out, seed: share of the documents for validation, and their order.
+        cut_to: tokens of a sample that is one document; None where documents are packed.
+        length_intervals: as `prepare`'s.
+
+    Raises:
+        ValueError: none is left for training, or the intervals cannot give equal shares.
+    """
+    splits, duplicates = split_documents(table["sha256"], held_out, seed)
+    if not len(splits["train"]):
+        raise ValueError(
+            f"--held-out {held_out:g} leaves none of the {len(table) - duplicates} documents for training: lower it"
+        )
+    used = table["length"] if cut_to is None else np.minimum(table["length"], cut_to)
+    choice = Choice(splits, used, duplicates)
+    if cut_to is not None:  # a sample of one token foretells nothing
+        choice.splits = {name: numbers[used[numbers] > 1] for name, numbers in splits.items()}
+        choice.lonely = sum(len(splits[name]) - len(choice.splits[name]) for name in splits)
+        if not len(choice.splits["train"]):
+            raise ValueError("no document for training has more than one token, and --one-document needs two")
+    if length_intervals:
+        train = choice.splits["train"]
+        drawn, choice.intervals = draw(table["length"][train], used[train], length_intervals)
+        choice.splits["train"] = train[drawn]
+    return choice
+
+
+def counted(
+    found: Documents,
+    choice: Choice,
+    written: dict[str, dict[str, Any]],
+    distant: dict[str, int],
+    sequence_length: int,
+) -> dict[str, Any]:
+    """What report.json says of the documents.
+
+    Args:
+        found, choice: what was read, and what of it fills the samples.
+        written: the writer's splits.
+        distant: their tokens with distant keys.
+        sequence_length: tokens of a sample.
+    """
+    length, splits = found.table["length"], choice.splits
+    return {
+        "documents": sum(map(len, splits.values())),
+        "duplicates": choice.duplicates,
+        "truncated_documents": int(sum((length > choice.used)[numbers].sum() for numbers in splits.values())),
+        "one_token_documents": choice.lonely,
+        "splits": {
+            name: {"documents": len(splits[name]), "samples": entry["samples"], "tokens": entry["tokens"]}
+            | {"padding": 1 - entry["tokens"] / (entry["samples"] * sequence_length)}
+            | {"distant": distant[name] / entry["tokens"]}
+            for name, entry in written.items()
+        },
+        "lengths": {name: summary.histogram(length[splits[name]]) for name in written},
+        "length_intervals": choice.intervals,
+    }
 
 
 def main(arguments: list[str] | None = None) -> int:

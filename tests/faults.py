@@ -44,11 +44,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))
-
 import numpy as np
 import torch
-from scripts import script
 from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaConfig
 
 import pod.data.sample_writer
@@ -57,6 +54,7 @@ import pod.fit
 import pod.training.checkpoints
 from pod import prepare
 from pod.data.prepared import PreparedData
+from pod.evaluation import needle
 from pod.evaluation.runner import Predictions
 from pod.files import write_sums
 from pod.training.module import PodModule
@@ -78,9 +76,6 @@ CONFIG = {
     "eos_token_id": 1,
     "pad_token_id": 0,
 }
-
-
-needle = script("eval/needle.py")
 
 
 class Failure(AssertionError):

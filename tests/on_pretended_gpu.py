@@ -8,13 +8,13 @@ import os
 from dataclasses import replace
 
 import pytest
+import speed_works
 import torch
 from pretended_gpu import CALLED, EMULATED, PROPERTIES, WAITS, Graph
+from speed_setting import Setting
 from test_model import left_padded, tiny_model
 
 import pod
-from pod.evaluation import speed_works
-from pod.evaluation.speed_setting import Setting
 from pod_kernels import dispatch, shared_score_attention
 
 METHODS = [

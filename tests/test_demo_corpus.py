@@ -2,10 +2,10 @@
 
 import json
 
-import demo_corpus
 import numpy as np
 import pytest
 
+from pod.data import demo_corpus
 from pod.data.prepared import PreparedData, PreparedDataset
 
 

@@ -15,28 +15,24 @@ import sys
 import time
 from pathlib import Path
 
-import demo_corpus
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from scripts import ROOT, save, script, tiny_llama
+from scripts import ROOT, save, tiny_llama
 from transformers import AutoModelForCausalLM
 
 import pod
 from pod import analyze, export, fit, generate, prepare
+from pod.data import demo_corpus
 from pod.data.prepared import PreparedData
 from pod.data.sample_writer import SampleWriter
+from pod.evaluation import needle, passkey, perplexity
 from pod.files import check_sums, check_writable, locked, naming, publish, read_json, replacing
 from pod.recipe.loading import load_recipe
 from pod.training.checkpoints import is_whole, last_checkpoint
 
 LENGTH = 64
-
-
-needle, passkey, perplexity, trade_off = (
-    script(f"eval/{name}.py") for name in ("needle", "passkey", "perplexity", "trade_off")
-)
 
 
 @pytest.mark.slow

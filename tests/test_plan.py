@@ -24,12 +24,12 @@ from pod.model.families import (
     PodQwen2ForCausalLM,
     PodQwen3ForCausalLM,
 )
+from pod.model.memory import Memory, Sharing
 from pod.model.shape import KNOWN_CONFIGS, Shape
 from pod.recipe.errors import RecipeError
 from pod.recipe.loading import load_recipe, recipes
 from pod.recipe.sections import Distill, Lora
 from pod.training.loss import chunked_cross_entropy, chunked_distillation
-from pod.training.memory import Memory, Sharing
 from pod.training.module import PodModule
 from pod.training.plan import make_plan
 

@@ -32,11 +32,11 @@ from pod.data.prepared import PreparedDataset, collate
 from pod.data.sample_writer import SampleWriter
 from pod.export import consolidated, rebuild
 from pod.fit import fit
+from pod.model.memory import Memory, Sharing
 from pod.model.sequence_parallel import SequenceGroup
 from pod.model.shape import Shape
 from pod.recipe.loading import load_recipe
 from pod.training.checkpoints import last_checkpoint, resume_from
-from pod.training.memory import Memory, Sharing
 from pod.training.module import PodModule
 from pod.training.strategy import world_size_of
 

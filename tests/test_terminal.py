@@ -12,6 +12,7 @@ import pytest
 from scripts import ROOT, script
 
 from pod import generate, prepare
+from pod.data import demo_corpus
 from pod.data.tokenizer import load_tokenizer
 from pod.evaluation import command
 from pod.evaluation.models import load
@@ -144,7 +145,7 @@ def test_preparing_is_interrupted_at_once(moment, tmp_path):
 
 
 def test_preparing_is_interrupted_in_one_line(tmp_path, capsys, monkeypatch):
-    corpus = script("data/demo_corpus.py")
+    corpus = demo_corpus
     monkeypatch.setattr(prepare, "prepare", interrupted)
     monkeypatch.setattr(corpus, "write_corpus", interrupted)
     out = ["--out", str(tmp_path / "out")]

@@ -7,5 +7,6 @@ sampling.py       which documents are drawn, and which tokens lie in which sampl
 sample_writer.py  writes it, shard by shard
 prepared.py       the format of prepared data: memory-mapped samples of one length
 summary.py        how long the documents are: report.md, report.png
+demo_corpus.py    the demo's corpus: the standard library with key lines planted; its held-out text
 tokenizer.py      the tokenizer that a run names, and whether data were prepared with it
 """

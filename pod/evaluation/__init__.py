@@ -1,19 +1,20 @@
-"""What the scripts in `eval/` share: loading, pass-key retrieval, perplexity, and how results are written down.
+"""Evaluations by name, each `python -m pod.eval NAME` and `python eval/NAME.py`, and what they share.
 
-command.py             --eviction, lists of numbers
-models.py              load what --ckpt names, and run it with what --eviction names
-texts.py               held-out texts: files, stretches, prepared samples
-passkey.py             prompts with a hidden key, and the digits' accuracy
-perplexity.py          losses on held-out text, whole or streamed through the cache
-memory.py              bytes of generating, by kind and measured; the largest batch
-runner.py              generated text: batches, processes, files that a killed run goes on from
-longbench.py, ruler.py, metrics.py    the benchmarks' prompts and scores
+registry.py            their names
+benchmark.py           what a benchmark of generated text says of itself, and what is done with any
+runner.py              its predictions: batches, processes, files that a killed run goes on from
+longbench.py, ruler.py, needle.py    the benchmarks: prompts, scores, tables
+metrics.py             LongBench's and RULER's scores, as their authors compute them
 ruler_tasks.py         how RULER's 13 tasks are made at any size
 haystack.py            what long prompts are filled up with
 questions.py           SQuAD's and HotpotQA's files
-timing.py              works in turns, ratios, rates
-filled_cache.py        a cache as after any number of tokens, without the model
-dense_attention.py     the dense attentions that a device might have
-speed_setting.py, speed_works.py, speed_goals.py    what eval/speed.py measures on, what, and what was wanted
-report.py              JSON, tables, heat maps
+passkey.py             prompts with a hidden key, and the digits' accuracy
+perplexity.py          losses on held-out text, whole or streamed through the cache
+trade_off.py           both against the bytes that a cache keeps, every eviction method
+memory.py              the largest batch in a given memory, by arithmetic and measured
+runs.py                one table of LongBench runs, published rows beside ours: `report`
+command.py             what their command lines have in common
+models.py              load what --ckpt names, and run it with what --eviction names
+texts.py               held-out texts: files, stretches, prepared samples
+report.py              how results are written down: JSON, tables, heat maps
 """

@@ -1,6 +1,7 @@
-"""What the command lines of the scripts in eval/ have in common."""
+"""What the command lines of the evaluations have in common."""
 
 import argparse
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,32 @@ from typing import Any
 from pod import eviction
 
 
+def parser_of(name: str, doc: str | None) -> argparse.ArgumentParser:
+    """The parser of an evaluation, be it called as `python eval/NAME.py` or `python -m pod.eval NAME`.
+
+    Args:
+        name: of the evaluation.
+        doc: its module's docstring, which `--help` shows.
+    """
+    called = f"eval/{name}.py" if Path(sys.argv[0]).stem == name else f"-m pod.eval {name}"
+    form = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(prog=f"python {called}", description=doc, formatter_class=form)
+
+
 def default_folder(script: str) -> Path:
     """Where a script writes when not told: runs/eval/SCRIPT."""
     return Path("runs") / "eval" / script
+
+
+def add_ckpts(parser: argparse.ArgumentParser, batch_size: int, required: bool = True) -> None:
+    """Give a parser `--ckpt` of one or more models, and `--batch-size` with its default."""
+    parser.add_argument("--ckpt", nargs="+", required=required, help="exported models, or any Hugging Face causal LMs")
+    parser.add_argument("--batch-size", type=int, default=batch_size, help=f"prompts or texts at once ({batch_size})")
+
+
+def add_out(parser: argparse.ArgumentParser, name: str) -> None:
+    """Give a parser `--out`, the folder of what an evaluation writes."""
+    parser.add_argument("--out", type=Path, default=default_folder(name), help="folder of what is written")
 
 
 def numbers(text: str) -> list[int]:

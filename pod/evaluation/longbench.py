@@ -1,21 +1,34 @@
-"""LongBench v1 and LongBench-E: prompts, limits, truncation, data, averages. `eval/longbench.py` runs it.
+"""LongBench v1 and LongBench-E, scored as their authors score them.
+
+    python eval/longbench.py --ckpt exports/llama3-32k --data longbench/ --tasks pod
+    torchrun --nproc-per-node 8 eval/longbench.py --ckpt exports/llama3-32k --batch-size 4
+    python eval/longbench.py --ckpt exports/llama3-32k --tasks pod --eviction snapkv:budget=1024+cake:budget=1024
+    python eval/longbench.py --out runs/longbench/llama3-32k --score-only
+
+Predictions are written to --out as they come; the same command goes on where a killed run stopped. When all are there,
+the scores are printed and written to `scores.json`, and the bytes that the cache of the longest prompt takes to
+`cache.json`; `eval/report.py` makes one table of several runs. Each method of --eviction has its own folder in --out,
+laid out as --out itself, and so has each of several models; a table compares them (`comparison.md`).
 
 The prompts are the benchmark's own (Bai et al. 2024, MIT licence), byte for byte: a model's score moves by points when
 a blank changes, so their odd spellings and their trailing newlines stay.
 """
 
+import argparse
 import io
 import json
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from pod.evaluation import metrics
-from pod.evaluation.runner import Request, as_chat, question_at, tokenise
+from pod.evaluation import metrics, report
+from pod.evaluation.benchmark import Benchmark, Row, Score, command
+from pod.evaluation.runner import Predictions, Request, as_chat, question_at, tokenise
 
 _MULTI_DOCUMENT = (
     "Answer the question based on the given passages. Only give me the answer and do not output any other words.\n\n"
@@ -145,6 +158,22 @@ FIELDS: dict[str, tuple[type, ...]] = {
 }
 _TYPE_NAMES = {str: "a text", list: "a list of texts", int: "a whole number", type(None): "null"}
 HUB_DATASET = "THUDM/LongBench"
+BOTH = "prefilling & decoding"
+# arXiv 2412.02252, Tables 1 and 4: method, window, category scores, average, KV saving, degradation, stage.
+PUBLISHED = (
+    ("LLaMA3-8B-32K", "32K", 32.94, 32.23, 25.41, 69.30, 66.54, 45.28, None, None, ""),
+    ("SnapKV", "4K", 31.76, 31.85, 21.92, 68.62, 66.72, 44.17, 87.5, 4.3, "prefilling"),
+    ("PyramidKV", "4K", 33.34, 31.51, 23.76, 68.91, 66.36, 44.78, 93.6, 3.4, "prefilling"),
+    ("Quest", "4K", 32.14, 32.19, 24.27, 69.05, 66.43, 44.82, 0.0, 1.4, BOTH),
+    ("LM-Infinite", "16+4080", 28.83, 28.95, 21.74, 68.12, 66.54, 42.84, 87.5, 7.7, BOTH),
+    ("StreamingLLM", "16+4080", 28.68, 28.95, 21.64, 68.14, 66.60, 42.80, 87.5, 8.0, BOTH),
+    ("H2O", "96+4000", 29.36, 29.51, 22.73, 68.45, 66.17, 43.24, 87.5, 7.4, BOTH),
+    ("window attention", "4K", 8.90, 3.63, 9.05, 11.13, 41.08, 14.76, 87.5, 65.9, BOTH),
+    ("window attention, trained", "4K", 26.94, 27.95, 22.29, 66.60, 66.10, 41.97, 87.5, 12.6, BOTH),
+    ("CLA", "32K", 24.02, 22.58, 22.50, 60.92, 59.35, 37.87, 50.0, 31.4, BOTH),
+    ("PoD", "16+4080+28K", 30.97, 32.43, 24.82, 67.30, 68.26, 44.75, 35.0, 2.8, BOTH),
+    ("PoD + SnapKV", "4K", 30.98, 32.68, 22.90, 66.90, 67.79, 44.25, 91.9, 3.1, BOTH),
+)
 
 
 def resolve_tasks(names: Sequence[str]) -> list[str]:
@@ -406,3 +435,75 @@ def table(scores: dict[str, Any], counts: dict[str, int]) -> str:
             cells = " | ".join(cell(value[bucket]) for bucket in metrics.LENGTH_BUCKETS)
             lines.append(f"| {name} | {counts[name]} | {cells} |")
     return "\n".join(lines)
+
+
+class LongBench(Benchmark):
+    """See the module's docstring."""
+
+    name = "longbench"
+    weighs_cache = scores_alone = True
+    asks_beyond = 1  # the answer
+    published = PUBLISHED
+
+    @staticmethod
+    def add_options(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "--data",
+            default="hub",
+            help="a directory with TASK.jsonl files or the benchmark's data.zip, or 'hub' to fetch it (default: hub)",
+        )
+        parser.add_argument(
+            "--tasks",
+            nargs="+",
+            metavar="TASK",
+            help=f"sets, or groups: all (21, the default), e (LongBench-E), pod (14), cake (16). "
+            f"Sets: {', '.join(GROUPS['all'])}",
+        )
+        parser.add_argument("--max-length", type=int, default=31500, help="tokens of a prompt (default: 31500)")
+        parser.add_argument("--limit", type=int, help="only the first LIMIT samples of each set")
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        super().__init__(options)
+        self.settings = {"max_length": options.max_length}
+        self.lengths = [options.max_length]
+        self.tasks = resolve_tasks(options.tasks or (["all", "e"] if options.score_only else ["all"]))
+        if not options.score_only:
+            _check_segmentation(self.tasks)
+            self.samples = {task: load_samples(options.data, task) for task in self.tasks}
+
+    def prompts(self, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, list[Request]]]:
+        for task, samples in self.samples.items():
+            yield task, make_requests(tokenizer, task, samples, self.options.max_length, self.options.limit)
+
+    def read(self, folder: Path) -> dict[str, list[Row]]:
+        rows = {}
+        for task in self.tasks:
+            check = partial(check_prediction, task=task)
+            rows[task] = list(Predictions(folder, task).read(check).values())
+        missing = [task for task in self.tasks if not rows[task]]
+        if missing and (self.options.tasks or len(missing) == len(self.tasks)):
+            raise ValueError(f"--out {folder}: no predictions of {', '.join(missing)}")
+        rows = {task: found for task, found in rows.items() if found}
+        _check_segmentation(rows)
+        return rows
+
+    def score(self, name: str, rows: Sequence[Row]) -> Score:
+        return score(name, rows)
+
+    def aggregate(self, scores: dict[str, Score]) -> dict[str, float | None]:
+        return averages({name: value for name, value in scores.items() if not isinstance(value, dict)})
+
+    def write(self, scores: dict[str, Score], counts: dict[str, int], folder: Path) -> None:
+        result = {"scores": scores, "averages": self.aggregate(scores), "samples": counts}
+        report.write_json(folder / "scores.json", result)
+        print(table(scores, counts))
+        print(f"written: {folder}/scores.json")
+
+
+def _check_segmentation(tasks: Iterable[str]) -> None:
+    """Say before the work, not after it, that the Chinese sets cannot be scored."""
+    if any(task in metrics.NEEDS_SEGMENTATION for task in tasks):
+        metrics.jieba_segment()
+
+
+main = command(LongBench, __doc__)

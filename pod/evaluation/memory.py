@@ -1,256 +1,277 @@
-"""What generating takes in memory: bytes by kind, by arithmetic and measured, and the largest batch that fits.
+"""The largest batch for prompts of x tokens and y new ones in a given memory: PoD's Table 2, by kind of byte.
 
-PoD's Table 2 (arXiv 2412.02252) asks for the largest batch with prompts of x tokens and y new ones. The peak is the end
-of the prefill: the cache is allocated for all tokens, and the last layer's activations, or after it the logits, are
-there beside it. `Inference` counts them as this library's code allocates them; `peak_bytes` measures them.
+    python eval/memory.py --model llama3-8b --memory 80GB
+    python eval/memory.py --model exports/llama3-32k --memory H100 --eviction snapkv:budget=4096+h2o:budget=4096
+    python eval/memory.py --model exports/tiny --memory 64MB --lengths 256,512 --output 32 --measure
 
-Legend: B rows, x tokens of a prompt, y new ones, h hidden size, I MLP width, H and H_kv heads, D head dimension, V
-vocabulary, L layers, b bytes of an element.
+By arithmetic: no model is loaded, only its sizes are needed. Rows are dense, PoD, and PoD with each eviction method,
+each with a prefill that computes the last position's logits only, as this library does, and with one that keeps all
+logits of the prompt, in float32 beside the half precision ones. `--measure` also builds the model with random weights
+and searches for the batch on the device at hand: on a GPU by its allocator's peak, on a CPU by the bytes of all live
+tensors. Writes memory.json, memory.md and memory.png.
 """
 
+import argparse
+import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
+from pathlib import Path
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from pod import eviction as methods
 from pod.blocks import LayerBlocks
 from pod.cache import PodCache
-from pod.eviction import ChainPolicy, Eviction, LMInfinite, Method, Quest, StreamingLLM
-from pod.model.shape import Shape
-from pod.training.memory import largest
-from pod_kernels.cached import MAX_LOGITS
-from pod_kernels.slots import CPU_LOGITS
+from pod.evaluation import command, report
+from pod.evaluation.models import parameters_of
+from pod.eviction import Method
+from pod.files import check_writable, read_json
+from pod.model.families import FAMILIES, pod_config
+from pod.model.memory import GPUS, RESERVED, Inference, even_blocks, largest
+from pod.model.shape import KNOWN_CONFIGS, Shape
+from pod.terminal import exit_status
 
-CROP_SLACK = 64  # PodCache's default
+SHORT_NAMES = {
+    name.split("/")[-1].lower().removeprefix("meta-").replace("llama-", "llama"): name for name in KNOWN_CONFIGS
+}
+UNITS = {"KB": 2**10, "MB": 2**20, "GB": 2**30}
+DTYPES = {"bfloat16": 2, "float32": 4}
+# PoD's Table 2: prompt -> (dense, PoD), y = 8192, LLaMA3-8B on 80 GB, 35 % saved.
+PUBLISHED = {2048: (25, 33), 4096: (13, 17), 8192: (6, 8), 16384: (3, 4)}
+LAST_LOGITS, ALL_LOGITS = "last logits only", "all logits"  # what the prefill keeps
+KINDS = ("weights", "cache", "prefill logits", "activations")
 
 
-def even_blocks(layers: int, kv_heads: int, kv_saving: float) -> LayerBlocks:
-    """Blocks of as equal lengths as can be that save a share of the cache: for models that were not analysed.
+POD_FIELDS = ("anchors", "sink_size", "recent_size", "share", "tau", "architectures", "model_type")
 
-    Args:
-        layers, kv_heads: of the model.
-        kv_saving: share of the cache, in [0, 0.5); of the keys it is twice as much.
+
+def read_config(name: str) -> dict:
+    """The config of a model: a directory's, or that of a known model, also by its short name.
 
     Raises:
-        ValueError: a saving that no blocks have.
+        ValueError: neither, or a field of it is wrong; names the file.
     """
-    shared = round(2 * kv_saving * layers * kv_heads)
-    if kv_saving < 0 or shared > (layers - 1) * kv_heads:
-        most = (layers - 1) / layers / 2
-        raise ValueError(f"kv_saving must lie between 0 and {most:.3f} in a model of {layers} layers, got {kv_saving}")
-    columns = []
-    for head in range(kv_heads):
-        count = layers - shared // kv_heads - (head < shared % kv_heads)
-        starts = [index * layers // count for index in range(count)]
-        columns.append([max(start for start in starts if start <= layer) for layer in range(layers)])
-    return LayerBlocks([list(row) for row in zip(*columns, strict=True)])
+    file = Path(name) / "config.json"
+    if file.is_file():
+        config = read_json(file)
+        if not isinstance(config, dict):
+            raise ValueError(f"{file}: expected a JSON object, the config of a model, got {str(config)[:60]}")
+        try:
+            stock_config(config)
+        except StrictDataclassError as error:
+            raise ValueError(f"{file}: {' '.join(str(error).split())}") from error
+        except (AttributeError, TypeError, ValueError, ZeroDivisionError) as error:
+            raise ValueError(f"{file}: a field is missing or wrong: {error}") from error
+        return config
+    known = name if name in KNOWN_CONFIGS else SHORT_NAMES.get(name.lower())
+    if known is None:
+        raise ValueError(f"--model {name}: no directory with a config.json, and none of {', '.join(SHORT_NAMES)}")
+    return dict(KNOWN_CONFIGS[known])
 
 
-@dataclass(frozen=True)
-class Inference:
-    """Bytes at the peak of generating, as methods of the batch; every row has the same lengths.
+def stock_config(config: dict) -> PreTrainedConfig:
+    """A config without PoD's fields, of the family that `model_type` names.
 
-    Attributes:
-        shape: the model's sizes.
-        blocks: of one layer each: dense. Of layers that share scores (or keys, which takes a little less).
-        prompt, output: x and y, in tokens.
-        sink_size, recent_size: proximal tokens.
-        eviction: a method of `pod.eviction`, None keeps every token.
-        whole_logits: the prefill computes the logits of all positions and casts them to float32, as transformers did
-            before it had `logits_to_keep`; otherwise the last position's only.
-        itemsize: b, of weights, activations and cache.
-        fused: attention is a fused kernel for grouped heads, as on CUDA in half precision. On a CPU it is torch's
-            flash attention head by head.
+    Raises:
+        ValueError: a family that PoD does not have. Others where a field is wrong.
     """
-
-    shape: Shape
-    blocks: LayerBlocks
-    prompt: int
-    output: int
-    sink_size: int = 16
-    recent_size: int = 4080
-    eviction: Method | None = None
-    whole_logits: bool = False
-    itemsize: int = 2
-    fused: bool = True
-
-    @property
-    def weights(self) -> int:
-        """Bytes of the parameters."""
-        return self.shape.parameters * self.itemsize
-
-    @property
-    def _anchors(self) -> int:
-        return sum(anchor == layer for layer, row in enumerate(self.blocks.anchors.tolist()) for anchor in row)
-
-    @property
-    def _method(self) -> Method | None:
-        """The eviction method; a budget that is a share has come to tokens of the prompt."""
-        if self.eviction is None or not self.eviction.is_share:
-            return self.eviction
-        sinks, groups = 0 if self.blocks.is_dense else self.sink_size, self.shape.heads // self.shape.kv_heads
-        return self.eviction.with_budget(self.eviction.tokens_of(self.prompt, sinks, groups))
-
-    @property
-    def stays_whole(self) -> bool:
-        """The method evicts nothing of the prompt, though it is above the budget: CAKE, up to its first new token."""
-        method = self._method
-        return isinstance(method, Eviction) and method.budget < self.prompt <= method.threshold
-
-    @property
-    def _stored(self) -> tuple[float, int, float]:
-        """(slots of a layer and KV head on average, slots of own proximal keys, bytes beside each of an anchor's)."""
-        # The last new token is never stored.
-        total = self.prompt + self.output - 1
-        near = self.sink_size + self.recent_size
-        method = self._method
-        if method is None:
-            return total, min(total, near + CROP_SLACK), 0
-        if isinstance(method, Quest):
-            pages = 2 * self.shape.head_dim * self.itemsize * method.pages(total)
-            return total, min(total, near + CROP_SLACK), pages / total
-        if isinstance(method, ChainPolicy):
-            slots = method.chain(_Sizes(self)).slots
-            return slots, min(near, slots), 16 + (4 if hasattr(method, "gamma") else 0)
-        kept = self.prompt if self.prompt <= method.threshold else method.budget
-        headroom = total - self.prompt
-        if method.when and method.query_aware:
-            headroom = min(headroom, max(0, method.budget - kept) + method.when)
-            near -= CROP_SLACK
-        slots = kept + headroom
-        return slots, min(slots, near + CROP_SLACK), 4 + (4 if method.scores_stay == "sum" else 0)
-
-    @property
-    def cache(self) -> float:
-        """Bytes of one row's cache, capacity included."""
-        slots, near, beside = self._stored
-        heads, anchors = self.shape.layers * self.shape.kv_heads, self._anchors
-        vectors = heads * slots + anchors * slots + (heads - anchors) * near
-        own = 8 * (heads - anchors) * near if isinstance(self.eviction, Eviction) else 0
-        return self.shape.head_dim * self.itemsize * vectors + beside * anchors * slots + own
-
-    @property
-    def logits(self) -> int:
-        """Bytes of one row's logits at the end of the prefill."""
-        if not self.whole_logits:
-            return self.itemsize * self.shape.vocab
-        return self.prompt * self.shape.vocab * (self.itemsize + (4 if self.itemsize < 4 else 0))
-
-    @property
-    def _tokens(self) -> int:
-        """Tokens that the layers see at once."""
-        return min(self.prompt, self._method.at_once) if isinstance(self.eviction, ChainPolicy) else self.prompt
-
-    @property
-    def _handed(self) -> int:
-        """Elements of the most running anchors that there are beside one layer, of one token."""
-        anchors = self.blocks.anchors.tolist()
-        handed = [
-            {(anchor, head) for head, anchor in enumerate(row) if anchor == before[head]}
-            for before, row in zip(anchors, anchors[1:], strict=False)
-        ]
-        # A layer holds what it was handed and what it hands on.
-        pairs = max(len(taken | given) for taken, given in zip([set(), *handed], [*handed, set()], strict=True))
-        return pairs * (self.shape.heads // self.shape.kv_heads + 1) * self.shape.head_dim
-
-    @property
-    def _streams(self) -> int:
-        """Elements of hidden states [.., h] that a forward holds beside a layer's own, of one row."""
-        states = 2 * self._tokens * self.shape.hidden  # embeddings and the layer's input
-        if self._tokens < self.prompt:  # in strides: the whole embeddings and the whole output are there too
-            states += 2 * self.prompt * self.shape.hidden
-        return states
-
-    @property
-    def mlp(self) -> int:
-        """Bytes of one row in the MLP: what attention gave, the sum, its norm, three products of the MLP's width."""
-        own = 3 * self.shape.hidden + 3 * self.shape.intermediate + self._handed
-        return self.itemsize * (self._streams + self._tokens * own)
-
-    def attention(self, batch: int) -> float:
-        """Bytes of all rows in attention: in RoPE, or with the anchors', the output's sums and what scores take."""
-        shape, shares, b = self.shape, not self.blocks.is_dense, self.itemsize
-        q, k = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        held = shape.hidden + q + 2 * k + self._handed  # normed input, q, k, v, anchors
-        rotation = b * (held + 3 * q)
-        distant = b * (q + k)
-        splits = 1 if self.fused else min(shape.kv_heads, shape.heads // shape.kv_heads)
-        out = b * q
-        if shares or splits > 1:
-            # Sums in float32, log-sum-exps, and two pieces: the one that is added and the one before it.
-            out = 4 * q + 12 * shape.heads + max(b * min(q, 2 * q // splits), b * (q + q // splits) if b < 4 else 0)
-        copies = 0
-        if isinstance(self.eviction, ChainPolicy):
-            copies += b * (2 * q + 2 * k)  # queries in storage order and rotated, keys and values behind the kept
-        if isinstance(self.eviction, LMInfinite):
-            copies += b * q  # the queries once more, as far away as distances go
-        most = rotation
-        for anchors in {
-            sum(anchor == index for anchor in row) for index, row in enumerate(self.blocks.anchors.tolist())
-        }:
-            own = b * held + copies + (distant if anchors < shape.kv_heads else 0)
-            if 0 < anchors < shape.kv_heads or not isinstance(self.eviction, Eviction):
-                own += b * 2 * k  # keys and values in storage order
-            scores = self._scores(batch, anchors) / (batch * self._tokens)
-            most = max(most, own + out, own + b * q + scores)
-        return batch * (b * self._streams + self._tokens * most)
-
-    def _scores(self, batch: int, anchors: int) -> float:
-        """Bytes of logits, weights and masks of the queries that a method looks at, in a layer of so many anchors."""
-        method, shape = self.eviction, self.shape
-        groups = shape.heads // shape.kv_heads
-        if method is None or isinstance(method, Quest):
-            return 0
-        if isinstance(self.eviction, ChainPolicy):
-            width = min(self.prompt, self._stored[0] + self._tokens)
-            if self.blocks.is_dense and type(method) is StreamingLLM:  # one fused call, with a mask
-                return batch * shape.kv_heads * self._tokens * width * (1 + self.itemsize)
-            most = MAX_LOGITS if self.fused else CPU_LOGITS
-            return min(most, batch * shape.heads * self._tokens * width) * (12 if self.blocks.is_dense else 20)
-        if method.scores_stay == "sum":
-            return min(MAX_LOGITS, batch * anchors * groups * self.prompt**2) * (8 + 1 / groups)
-        window = max(method.observed, method.protected(groups) if method.has_preference else 0)
-        each = 16 if method.has_preference else 8
-        return batch * anchors * window * self.prompt * (each * groups + 1)
-
-    @property
-    def end(self) -> int:
-        """Bytes of one row after the last layer: the last norm in float32, or its output beside the logits."""
-        # In float32 the norm needs no copy of its input.
-        norm = self.itemsize * self._streams + self._tokens * self.shape.hidden * (8 if self.itemsize < 4 else 4)
-        return max(norm, self.itemsize * self.prompt * self.shape.hidden + self.logits)
-
-    def by_kind(self, batch: int) -> dict[str, float]:
-        """Bytes at the peak; logits are 0 where the peak is in a layer, before there are any."""
-        in_layer = max(batch * self.mlp, self.attention(batch))
-        logits = batch * self.logits if batch * self.end > in_layer else 0
-        return {
-            "weights": self.weights,
-            "cache": batch * self.cache,
-            "prefill logits": logits,
-            "activations": max(in_layer, batch * self.end) - logits,
-        }
-
-    def total(self, batch: int) -> float:
-        """Bytes at the peak."""
-        return sum(self.by_kind(batch).values())
-
-    def largest_batch(self, memory: float) -> int:
-        """The most rows within `memory` bytes, 0 if not even one."""
-        return largest(lambda batch: self.total(batch) <= memory)
+    family = str(config.get("model_type")).removeprefix("pod_")
+    if family not in FAMILIES:
+        raise ValueError(f"model_type {config.get('model_type')!r} is none of {', '.join(FAMILIES)}")
+    return AutoConfig.for_model(family, **{key: value for key, value in config.items() if key not in POD_FIELDS})
 
 
-class _Sizes:
-    """The fields of a config that a storage policy reads."""
+def config_of(config: dict, row: Inference) -> PreTrainedConfig:
+    """The PoD config of a row's sizes and blocks.
 
-    def __init__(self, inference: Inference) -> None:
-        self.sink_size, self.recent_size = inference.sink_size, inference.recent_size
-        self.blocks = inference.blocks
+    Raises:
+        ValueError: a size that means nothing, a model that PoD cannot convert.
+    """
+    return pod_config(stock_config(config), row.blocks, row.sink_size, row.recent_size, "scores")
+
+
+def read_memory(text: str) -> tuple[int, int]:
+    """(bytes, of these reserved for context and fragments) of `80GB`, `64MB` or a GPU's name; a GB is 2**30 bytes.
+
+    Raises:
+        ValueError: none of these.
+    """
+    if text in GPUS:
+        return int(GPUS[text].memory), RESERVED
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG])i?B", text, re.IGNORECASE)
+    if match is None or float(match[1]) == 0:
+        raise ValueError(f"--memory {text}: a size such as 80GB or 512MB, or one of {', '.join(GPUS)}")
+    size = int(float(match[1]) * UNITS[match[2].upper() + "B"])
+    # What is smaller than any such GPU is a budget for tensors alone.
+    return size, RESERVED if size >= 4 * RESERVED else 0
+
+
+def rows_of(options: argparse.Namespace, config: dict) -> list[tuple[str, Inference]]:
+    """(name, arithmetic for a prompt of 1 token) of every row of the table.
+
+    Raises:
+        ValueError, RecipeError: a model, blocks, sizes or method that cannot be, or a method named twice.
+    """
+    shape = Shape.from_config(config)
+    if config.get("share") in ("kv", "window"):
+        raise ValueError(
+            f"--model {options.model}: its config has share={config['share']!r}, whose cache and activations this "
+            "arithmetic does not count; name a model of share='scores' or 'keys' (PodCache.expected_nbytes counts the "
+            "cache of any)"
+        )
+    dense = LayerBlocks.dense(shape.layers, shape.kv_heads)
+    if options.blocks is not None:
+        blocks = LayerBlocks.load(options.blocks)
+        blocks.check(shape.layers, shape.kv_heads)
+    elif config.get("anchors"):
+        blocks = LayerBlocks(config["anchors"])
+    else:
+        blocks = even_blocks(shape.layers, shape.kv_heads, options.kv_saving)
+    sinks = config.get("sink_size", 16) if options.sinks is None else options.sinks
+    recent = config.get("recent_size", 4080) if options.recent is None else options.recent
+    common = {
+        "shape": shape, "prompt": 1, "output": options.output, "sink_size": sinks, "recent_size": recent,
+        "itemsize": DTYPES[options.dtype],
+    }  # fmt: skip
+    rows = [("dense", Inference(blocks=dense, **common)), ("PoD", Inference(blocks=blocks, **common))]
+    for method in options.eviction or []:
+        name = f"PoD + {methods.unparse(method)}"
+        if name in dict(rows):
+            raise ValueError(f"the eviction method {methods.unparse(method)} is named twice")
+        rows.append((name, Inference(blocks=blocks, eviction=method, **common)))
+    for _, row in rows:
+        PodCache(config_of(config, row), eviction=row.eviction)  # what no cache can be has no row
+    return [
+        (f"{name}, {kind}", replace(row, whole_logits=kind == ALL_LOGITS))
+        for kind in (LAST_LOGITS, ALL_LOGITS)
+        for name, row in rows
+        if kind == LAST_LOGITS or row.eviction is None
+    ]
+
+
+def random_model(config: dict, row: Inference, dtype: str, device: str) -> torch.nn.Module:
+    """A model of the row's sizes and blocks with random weights."""
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config_of(config, row), dtype=getattr(torch, dtype)).eval()
+
+
+def evaluate(options: argparse.Namespace) -> dict:
+    """Largest batches and the bytes at them, by row and prompt length.
+
+    Raises:
+        ValueError, RecipeError: an option that cannot be.
+    """
+    if min(options.lengths) < 1 or options.output < 1:
+        raise ValueError("--lengths and --output must be at least 1 token")
+    config = read_config(options.model)
+    memory, reserved = read_memory(options.memory)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    result: dict = {
+        "model": options.model, "memory": memory, "reserved": reserved, "output": options.output,
+        "dtype": options.dtype, "lengths": options.lengths, "rows": {},
+    }  # fmt: skip
+    for name, row in rows_of(options, config):
+        model = None
+        if options.measure:
+            row = replace(row, fused=device == "cuda" and options.dtype == "bfloat16")
+            model = random_model(config, row, options.dtype, device)
+            result["device"] = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+        cells = []
+        for length in options.lengths:
+            sized = replace(row, prompt=length)
+            batch = sized.largest_batch(memory - reserved)
+            cell = {"prompt": length, "batch": batch, "bytes": sized.by_kind(max(batch, 1))}
+            cell["stays_whole"] = sized.stays_whole
+            if model is not None:
+                cell["measured"] = measured_batch(
+                    model,
+                    memory - reserved,
+                    length,
+                    options.output,
+                    eviction=row.eviction,
+                    whole_logits=row.whole_logits,
+                )
+            cells.append(cell)
+        result["rows"][name] = {"kv_saving": row.blocks.kv_saving, "cells": cells}
+    is_papers = Shape.from_config(config) == Shape.from_config(KNOWN_CONFIGS[SHORT_NAMES["llama3-8b"]])
+    if is_papers and options.output == 8192 and options.dtype == "bfloat16" and 79 <= memory / 2**30 <= 80:
+        result["published"] = {str(length): PUBLISHED[length] for length in options.lengths if length in PUBLISHED}
+    return result
+
+
+def tables(result: dict) -> str:
+    """Markdown: the batches, and the bytes by kind at them."""
+    lengths = result["lengths"]
+    unit, name = (2**30, "GiB") if result["memory"] >= 2**30 else (2**20, "MiB")
+    batches = []
+    for row, values in result["rows"].items():
+        cells = [str(c["batch"]) + (f" ({c['measured']})" if "measured" in c else "") for c in values["cells"]]
+        batches.append([row, *cells])
+    for index, row in enumerate(("dense, the paper's Table 2", "PoD, the paper's Table 2")):
+        if "published" in result:
+            pairs = [result["published"].get(str(length)) for length in lengths]
+            batches.append([row, *("-" if pair is None else str(pair[index]) for pair in pairs)])
+    kinds = [
+        [row, f"{c['prompt']:,}", str(max(c["batch"], 1)), *(f"{c['bytes'][kind] / unit:.2f}" for kind in KINDS),
+         f"{sum(c['bytes'].values()) / unit:.2f}"]
+        for row, values in result["rows"].items() for c in values["cells"]
+    ]  # fmt: skip
+    whole = ""
+    if any(cell["stays_whole"] for values in result["rows"].values() for cell in values["cells"]):
+        whole = (
+            "\nCAKE keeps a prompt of up to budget + window tokens whole until the first new token, as its authors' "
+            "code does; its\nbytes stay allocated from then on.\n"
+        )
+    measured = ", in brackets measured" if "device" in result else ""
+    note = ""
+    if "published" in result:
+        note = (
+            "\nThe paper is PoD's (arXiv 2412.02252). Its dense row halves with the prompt although the cache of "
+            "prompt and output\ndoes not: all logits of the prompt explain that, and the rows that keep them are the "
+            "ones to compare. What ran\nbeside the model there is not known, so the batches need not be equal.\n"
+        )
+    return (
+        f"Largest batch in {result['memory'] / unit:.1f} {name}, {result['reserved'] / unit:.1f} of them reserved, for "
+        f"{result['output']:,} new tokens, by prompt length{measured}:\n\n"
+        + report.markdown_table(["", *(f"{length:,}" for length in lengths)], batches)
+        + f"\n{note}\n{name} at these batches (of one row where none fits); logits are 0 where a layer is the peak:\n\n"
+        + report.markdown_table(["", "prompt", "batch", *KINDS, "total"], kinds)
+        + whole
+    )
+
+
+def draw(result: dict, path: Path) -> None:
+    """Bytes by kind at the largest batch, stacked, one group of bars for each prompt length."""
+    unit, name = (2**30, "GiB") if result["memory"] >= 2**30 else (2**20, "MiB")
+    rows, lengths = list(result["rows"]), result["lengths"]
+    figure = report.figure(8, 1.2 + 0.28 * len(rows) * len(lengths))
+    axes = figure.add_subplot()
+    cells = [(f"{row}, {cell['prompt']:,}", cell) for i in range(len(lengths)) for row in rows
+             for cell in [result["rows"][row]["cells"][i]]]  # fmt: skip
+    left = [0.0] * len(cells)
+    for kind in KINDS:
+        widths = [cell["bytes"][kind] / unit for _, cell in cells]
+        axes.barh(range(len(cells)), widths, left=left, label=kind)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    for y, (_, cell) in enumerate(cells):
+        axes.text(left[y], y, f" {cell['batch']}", va="center", fontsize=7)
+    axes.axvline((result["memory"] - result["reserved"]) / unit, color="black", linewidth=0.8)
+    axes.set_yticks(range(len(cells)), [label for label, _ in cells], fontsize=7)
+    axes.invert_yaxis()
+    axes.set(xlabel=f"{name} at the largest batch, which stands at the bar", title=result["model"])
+    axes.margins(y=0.01)
+    figure.legend(loc="outside lower center", ncols=len(KINDS), fontsize=7)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    report.save_figure(figure, path, dpi=120)
+
+
+# Measured
 
 
 class TensorBytes(TorchDispatchMode):
@@ -367,3 +388,29 @@ def measured_batch(model: PreTrainedModel, memory: float, prompt: int, output: i
             return False
 
     return largest(fits)
+
+
+@exit_status
+def main(arguments: list[str] | None = None) -> None:
+    parser = command.parser_of("memory", __doc__)
+    parser.add_argument("--model", required=True, help=f"a directory with config.json, or {', '.join(SHORT_NAMES)}")
+    parser.add_argument("--memory", default="80GB", help=f"80GB, 512MB (1 GB = 2**30), or {', '.join(GPUS)} (80GB)")
+    command.add_numbers(parser, "--lengths", list(PUBLISHED), "tokens of a prompt (2048,4096,8192,16384)")
+    parser.add_argument("--output", type=int, default=8192, help="new tokens (8192)")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16", help="of weights and cache (bfloat16)")
+    parser.add_argument("--blocks", type=Path, help="a blocks file of pod.analyze (the model's own, or --kv-saving)")
+    parser.add_argument("--kv-saving", type=float, default=0.35, help="saved by evenly long blocks (0.35)")
+    parser.add_argument("--sinks", type=int, help="sink tokens (the model's own, or 16)")
+    parser.add_argument("--recent", type=int, help="recent tokens (the model's own, or 4080)")
+    command.add_eviction(parser, what="rows for PoD with these, such as snapkv:budget=4096+h2o:budget=4096")
+    parser.add_argument("--measure", action="store_true", help="also search with a random model on this device")
+    command.add_out(parser, "memory")
+    options = parser.parse_args(arguments)
+    check_writable(options.out)
+    result = evaluate(options)
+    text = tables(result)
+    report.write_json(options.out / "memory.json", result | {"parameters": parameters_of(options.eviction)})
+    report.write(options.out / "memory.md", text + "\n\n![The same as a picture](memory.png)\n")
+    draw(result, options.out / "memory.png")
+    print(text)
+    print(f"written: {options.out}/memory.json, {options.out}/memory.md, {options.out}/memory.png")

@@ -13,6 +13,7 @@ import string
 from collections import Counter
 from collections.abc import Callable, Sequence
 from difflib import SequenceMatcher, get_close_matches
+from functools import partial
 
 import numpy as np
 
@@ -122,22 +123,16 @@ def longbench_samples(
         raise ValueError(f"{dataset} is scored by class names: all_classes is empty")
     if name in NEEDS_SEGMENTATION and segment is None:
         segment = jieba_segment()
-    if metric == "token_f1":
-        compare = token_f1
-    elif metric == "token_f1_zh":
-        compare = lambda prediction, answer: token_f1_zh(prediction, answer, segment)  # noqa: E731
-    elif metric == "rouge_l":
-        compare = rouge_l
-    elif metric == "rouge_l_zh":
-        compare = lambda prediction, answer: rouge_l_zh(prediction, answer, segment)  # noqa: E731
-    elif metric == "classification":
-        compare = lambda prediction, answer: classification(prediction, answer, all_classes)  # noqa: E731
-    elif metric == "retrieval":
-        compare = retrieval
-    elif metric == "count":
-        compare = count
-    else:
-        compare = code_similarity
+    compare: Callable[[str, str], float] = {
+        "token_f1": token_f1,
+        "token_f1_zh": partial(token_f1_zh, segment=segment),
+        "rouge_l": rouge_l,
+        "rouge_l_zh": partial(rouge_l_zh, segment=segment),
+        "classification": partial(classification, all_classes=all_classes),
+        "retrieval": retrieval,
+        "count": count,
+        "code_similarity": code_similarity,
+    }[metric]
     scores = []
     for prediction, accepted in zip(predictions, answers, strict=True):
         if name in FIRST_LINE_ONLY:

@@ -1,17 +1,34 @@
-"""Pass-key retrieval: a key is hidden in a long text and asked for at its end.
+"""Pass-key retrieval: five digits hidden in a long text, asked for at its end; accuracy by length and depth.
+
+    python eval/passkey.py --ckpt exports/tiny --lengths 256,512,1024
+    python eval/passkey.py --ckpt exports/dense exports/tiny --depths 5 --samples 16
+    python eval/passkey.py --ckpt exports/llama3-32k --phrase sentence --text book.txt --lengths 4096,16384,32768
+    python eval/passkey.py --ckpt exports/tiny --lengths 512,1016 --eviction snapkv:budget=256+h2o:budget=256
+    python eval/passkey.py --ckpt exports/llama31-128k --protocol cascade --batch-size 1 \\
+        --eviction cascade:budget=65600,num_cascades=8+streamingllm:budget=65600,sinks=64
+
+Each prompt is generated from with the model's own cache, and with a cache of each eviction method, where the question
+is in the observation window; with query_aware=false the question is read after the eviction. What is counted is digits
+in their place, of which a random guess gets 10 %.
+
+`--protocol cascade` is that of the cascading KV cache's paper (arXiv 2406.17808, section 4.3): random English words, a
+key at a random point of each of five ranges of depth, 20 keys for each range and length, 32K to 1M tokens doubling, the
+sentence as the phrase; each of these can be set to another value.
+
+Writes passkey.json (by checkpoint and method) and passkey.png (a heat map of lengths and depths for each) and prints a
+table.
 
 The text is cut into lines; the key's line stands between two of them at the wanted depth, and the prompt ends with the
 beginning of the line that repeats the key. The model then generates. Other keys may be spread over the text, so that
 names matter too. Every prompt of one length has exactly that many tokens, so that a batch needs no padding.
-
-The cascading KV cache's paper (arXiv 2406.17808, section 4.3) hides the key among random words instead, at a random
-point of each of five ranges of depth, in 32K to 1M tokens: `words`, and depths that are ranges.
 """
 
+import argparse
 import random
 import string
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,7 +36,12 @@ from tqdm import tqdm
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from pod.cache import PodCache
-from pod.evaluation.models import asks_apart, read_context
+from pod.evaluation import command, models, report
+from pod.evaluation.haystack import ADJECTIVES, NOUNS
+from pod.evaluation.models import asks_apart, by_row, label_of, parameters_of, read_context
+from pod.evaluation.texts import given_texts
+from pod.files import check_writable
+from pod.terminal import exit_status
 
 DIGITS = 5
 # (the line that states a key, how the prompt ends). `key` is what the demo's models are trained on.
@@ -29,6 +51,11 @@ PHRASES = {
         "The pass key of {name} is {value}. Remember it: {value} is the pass key of {name}.\n",
         "What is the pass key of {name}? The pass key of {name} is",
     ),
+}
+
+PROTOCOLS: dict[str, dict] = {
+    "grid": {"lengths": [256, 512, 1024], "depths": 11, "samples": 8, "phrase": "key"},
+    "cascade": {"lengths": [2**n for n in range(15, 21)], "depths": 5, "samples": 20, "phrase": "sentence"},
 }
 
 
@@ -206,3 +233,116 @@ def _batches(prompts: Sequence[PassKey], size: int) -> Iterator[list[int]]:
     for indices in alike.values():
         for first in range(0, len(indices), size):
             yield indices[first : first + size]
+
+
+def evaluate(options: argparse.Namespace, text: str) -> dict:
+    """Accuracy of each checkpoint, without eviction and with each of the methods.
+
+    Args:
+        options: of the command line. `depths` of the protocol "cascade" are ranges that share the prompt evenly, in
+            random words of the text; of "grid" they are points from beginning to end, between lines of the text.
+        text: what keys are hidden in.
+
+    Returns:
+        lengths, depths (points, or [from, to]), and models[checkpoint][method]: `accuracy` [lengths][depths], `mean`,
+        and for each prompt its length, distance and score. The method is "none" without eviction.
+
+    Raises:
+        ValueError: a checkpoint, length, phrase or method that cannot be.
+    """
+    for ckpt in options.ckpt:
+        models.require_model(ckpt)
+    depths, samples = options.depths, options.samples
+    if depths < 2 or samples < 1 or options.batch_size < 1:
+        raise ValueError("--depths must be at least 2, --samples and --batch-size at least 1")
+    by_range = options.protocol == "cascade"
+    if by_range:
+        places = [(index / depths, (index + 1) / depths) for index in range(depths)]
+    else:
+        places = [index / (depths - 1) for index in range(depths)]
+    result: dict = {name: getattr(options, name) for name in ("protocol", "lengths", "samples", "phrase", "seed")}
+    result |= {"depths": places, "models": {}}
+    for ckpt in options.ckpt:
+        model, tokenizer = models.load(ckpt)
+        variants = models.variants(model, options.eviction)
+        found = {variant.name: {"accuracy": [], "mean": 0.0, "prompts": []} for variant in variants}
+        result["models"][ckpt] = found
+        for length in options.lengths:  # one length at a time: a hundred prompts of a million tokens are enough to hold
+            asked = passkey_prompts(
+                tokenizer, text, length, places, samples, options.phrase, seed=options.seed, words=by_range
+            )
+            for variant in variants:
+
+                def generate(model, input_ids, count, question, factory=variant.cache_factory):
+                    return generate_greedily(model, input_ids, count, question, factory and factory(model))
+
+                label = f"{label_of(ckpt, variant.name)} at {length}"
+                scores = passkey_accuracy(variant.model, tokenizer, asked, options.batch_size, generate, label)
+                cells = [sum(scores[d * samples : (d + 1) * samples]) / samples for d in range(depths)]
+                found[variant.name]["accuracy"].append(cells)
+                found[variant.name]["prompts"] += [
+                    {"length": length, "depth": p.depth, "distance": p.distance, "score": s}
+                    for p, s in zip(asked, scores, strict=True)
+                ]
+        for values in found.values():
+            values["mean"] = sum(map(sum, values["accuracy"])) / (len(options.lengths) * depths)
+    return result
+
+
+def draw(result: dict, path: Path) -> None:
+    """One heat map for each model and method: lengths down, depths across."""
+    maps = by_row(result["models"])
+    count = len(maps)
+    figure = report.figure(1.5 + 0.55 * len(result["depths"]), count * (1.0 + 0.35 * len(result["lengths"])))
+    for index, (label, values) in enumerate(maps.items()):
+        axes = figure.add_subplot(count, 1, index + 1)
+        columns = [
+            f"{depth[0]:.0%} to {depth[1]:.0%}" if isinstance(depth, tuple) else f"{depth:.0%}"
+            for depth in result["depths"]
+        ]
+        rows = [str(length) for length in result["lengths"]]
+        cells = [[100 * value for value in row] for row in values["accuracy"]]
+        report.heat_map(axes, cells, rows, columns, f"{label}: pass-key digits right, %")
+        axes.set(xlabel="depth of the key", ylabel="tokens")
+    report.save_figure(figure, path, dpi=150)
+
+
+@exit_status
+def main(arguments: list[str] | None = None) -> None:
+    parser = command.parser_of("passkey", __doc__)
+    command.add_ckpts(parser, batch_size=8)
+    command.add_eviction(parser)
+    parser.add_argument("--protocol", choices=list(PROTOCOLS), default="grid", help="cascade: see above (grid)")
+    command.add_numbers(parser, "--lengths", None, "tokens (256,512,1024; cascade: 32768 doubling to 1048576)")
+    parser.add_argument("--depths", type=int, help="depths, evenly from beginning to end (11), or ranges (cascade: 5)")
+    parser.add_argument("--samples", type=int, help="prompts for each length and depth (8; cascade: 20)")
+    parser.add_argument(
+        "--phrase", choices=list(PHRASES), help="how keys are stated and asked for (key; cascade: sentence)"
+    )
+    parser.add_argument(
+        "--text",
+        type=Path,
+        nargs="+",
+        help="UTF-8 files to hide keys in, or whose words to take (held-out Python modules; cascade: some 350 words)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of keys and text (0)")
+    command.add_out(parser, "passkey")
+    options = parser.parse_args(arguments)
+    for name, value in PROTOCOLS[options.protocol].items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    check_writable(options.out)
+    if options.protocol == "cascade" and not options.text:
+        text = " ".join(ADJECTIVES + NOUNS)
+    else:
+        text = "".join(given_texts(options.text))
+    result = evaluate(options, text)
+    report.write_json(options.out / "passkey.json", result | {"parameters": parameters_of(options.eviction)})
+    draw(result, options.out / "passkey.png")
+    header = ["model", *(f"{length} tokens" for length in result["lengths"]), "mean"]
+    rows = [
+        [label, *(f"{sum(row) / len(row):.1%}" for row in values["accuracy"]), f"{values['mean']:.1%}"]
+        for label, values in by_row(result["models"]).items()
+    ]
+    print(report.markdown_table(header, rows))
+    print(f"written: {options.out}/passkey.json, {options.out}/passkey.png")

@@ -1,7 +1,7 @@
 """How results are written down: JSON, a Markdown table, heat maps and curves."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,15 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
     rule = "|" + "|".join(["-" * (widths[0] + 2), *("-" * (width + 1) + ":" for width in widths[1:])]) + "|"
     return "\n".join([line(header), rule, *map(line, rows)])
+
+
+def table_of(records: Iterable[Mapping[str, Any]], columns: Mapping[str, tuple[str, str]]) -> str:
+    """`markdown_table` of records: a column's header -> (field, how it is written, as `{:.1%}`); None is a dash."""
+
+    def cells(record: Mapping[str, Any]) -> list[str]:
+        return ["-" if record[field] is None else form.format(record[field]) for field, form in columns.values()]
+
+    return markdown_table(list(columns), [cells(record) for record in records])
 
 
 def figure(width: float, height: float) -> "Figure":

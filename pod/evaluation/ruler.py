@@ -1,4 +1,16 @@
-"""RULER (Hsieh et al. 2024): 13 synthetic tasks at any length, made from a seed. `eval/ruler.py` runs it.
+"""RULER (Hsieh et al. 2024): 13 synthetic tasks at any length, made from a seed.
+
+    python eval/ruler.py --ckpt exports/llama3-32k --haystack essays.txt --lengths 4096 8192 16384 32768
+    python eval/ruler.py --ckpt exports/tiny --tasks niah_single_1 --lengths 1024 2048 --samples 20
+    python eval/ruler.py --ckpt exports/dense exports/tiny --tasks vt --eviction snapkv:budget=256+cake:budget=256
+    torchrun --nproc-per-node 8 eval/ruler.py --ckpt exports/llama3-32k --tasks vt cwe fwe --lengths 131072
+
+Predictions are written to --out as they come; the same command goes on where a killed run stopped. When all are there,
+the table is printed and written as `scores.json`, `scores.md` and `scores.png`. Each method of --eviction has its own
+folder in --out, laid out as --out itself, and so has each of several models; one table compares them all
+(`comparison.md`). Five needle tasks hide their needles in --haystack; qa_1 and qa_2 need the files of SQuAD 2.0 and
+HotpotQA (distractor setting). A model that knows no English question, as the demo's, can be asked in a phrase of
+`eval/passkey.py` (--phrase); the table then says that this is not the benchmark's wording.
 
 Eight needle tasks, variable tracking, common words, frequent words; and question answering over many documents when the
 files of SQuAD 2.0 and HotpotQA are given.
@@ -10,19 +22,25 @@ A needle task that asks for one value can be worded in a phrase of `pod.evaluati
 knows no English question (`phrase`). Such scores are not the benchmark's, and whoever prints them says so.
 """
 
+import argparse
 import random
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from pod.evaluation import metrics
+from pod.evaluation import metrics, report
+from pod.evaluation.benchmark import Benchmark, Row, Score, command
+from pod.evaluation.command import add_numbers
 from pod.evaluation.haystack import Haystack
 from pod.evaluation.passkey import PHRASES
-from pod.evaluation.questions import Questions
+from pod.evaluation.questions import Questions, read_hotpotqa, read_squad
 from pod.evaluation.ruler_tasks import TASKS, Made, Setting
 from pod.evaluation.runner import Request, as_chat, question_at, tokenise
+from pod.evaluation.texts import read_text
 
 _PHRASE_NEW_TOKENS = 48  # a phrase is answered by the value at once; a uuid takes 36 bytes
 
@@ -157,3 +175,108 @@ def fit(make: Callable[[int], tuple[int, Any]], room: int) -> tuple[int, Any]:
 def score(task: str, rows: Sequence[dict[str, Any]]) -> float:
     """0..100 of one task's predictions, rows `{"pred", "answers"}` as the runner writes them."""
     return metrics.ruler([row["pred"] for row in rows], [row["answers"] for row in rows], TASKS[task].match)
+
+
+class Ruler(Benchmark):
+    """See the module's docstring. A set is a task at one length, `TASK-LENGTH`."""
+
+    name = "ruler"
+    what = "task, tokens"
+
+    @staticmethod
+    def add_options(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "--tasks",
+            nargs="+",
+            metavar="TASK",
+            help=f"of {', '.join(TASKS)} (default: all whose files are given)",
+        )
+        add_numbers(
+            parser, "--lengths", [4096, 8192, 16384, 32768], "tokens of prompt and answer together (4096,...,32768)"
+        )
+        parser.add_argument("--samples", type=int, default=100, help="per task and length (100; the authors: 500)")
+        parser.add_argument(
+            "--phrase",
+            choices=list(PHRASES),
+            help="needle tasks of one value in eval/passkey.py's words, names of two letters, numbers of five digits; "
+            "default: the benchmark's",
+        )
+        parser.add_argument("--haystack", type=Path, help="a UTF-8 file with any long text")
+        parser.add_argument("--squad", type=Path, help="SQuAD 2.0's dev-v2.0.json, for qa_1")
+        parser.add_argument("--hotpotqa", type=Path, help="HotpotQA's hotpot_dev_distractor_v1.json, for qa_2")
+        parser.add_argument("--seed", type=int, default=0, help="of everything random (default: 0)")
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        super().__init__(options)
+        self.lengths = list(dict.fromkeys(options.lengths))
+        files = {"haystack": options.haystack, "squad": options.squad, "hotpotqa": options.hotpotqa}
+        given = {name for name, path in files.items() if path is not None}
+        self.tasks = resolve_tasks(options.tasks, given, options.phrase)
+        read = {"haystack": lambda path: Haystack(read_text(path, "--haystack"))}
+        read |= {"squad": read_squad, "hotpotqa": read_hotpotqa}
+        self.sources = {need: read[need](files[need]) for need in {TASKS[task].needs for task in self.tasks} - {None}}
+        self.settings = {name: sha256(files[name].read_bytes()).hexdigest() for name in sorted(self.sources)}
+        self.settings |= {"seed": options.seed} | ({} if options.phrase is None else {"phrase": options.phrase})
+        self.title = f"RULER, {options.samples} samples each"
+        if options.phrase is not None:
+            stated, asked = (part.strip() for part in PHRASES[options.phrase])
+            self.title += f", not in its own words: stated as `{stated}`, asked for as `{asked}`"
+        self.title += "."
+
+    def prompts(self, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, list[Request]]]:
+        # All at once: a task that does not fit into one of the lengths is refused before the work.
+        return [
+            (
+                f"{task}-{length}",
+                make_requests(
+                    tokenizer,
+                    task,
+                    length,
+                    self.options.samples,
+                    seed=self.options.seed,
+                    source=self.sources.get(TASKS[task].needs),
+                    phrase=self.options.phrase,
+                ),
+            )
+            for length in self.lengths
+            for task in self.tasks
+        ]
+
+    def score(self, name: str, rows: Sequence[Row]) -> Score:
+        return score(name.rpartition("-")[0], rows)
+
+    def aggregate(self, scores: dict[str, Score]) -> dict[str, float | None]:
+        return {f"average, {n}": sum(self._column(scores, n)) / len(self.tasks) for n in self.lengths}
+
+    def _column(self, scores: dict[str, Score], length: int) -> list[float]:
+        return [scores[f"{task}-{length}"] for task in self.tasks]
+
+    def compared(self, scores: dict[str, Score]) -> dict[str, float | None]:
+        lines = {f"{task}, {n}": scores[f"{task}-{n}"] for task in self.tasks for n in self.lengths}
+        return lines | self.aggregate(scores)
+
+    def write(self, scores: dict[str, Score], counts: dict[str, int], folder: Path) -> None:
+        rows = {task: {n: scores[f"{task}-{n}"] for n in self.lengths} for task in self.tasks}
+        averages = dict(zip(self.lengths, self.aggregate(scores).values(), strict=True))
+        names = [str(length) for length in self.lengths]
+        lines = [f"| task | {' | '.join(names)} |", "|---|" + "--:|" * len(names)]
+        for name, row in [*rows.items(), *([("average", averages)] if len(rows) > 1 else [])]:
+            lines.append(f"| {name} | {' | '.join(f'{value:.2f}' for value in row.values())} |")
+        table = "\n".join(lines)
+        result = {"samples": self.options.samples, "seed": self.options.seed, "scores": rows, "averages": averages}
+        report.write_json(folder / "scores.json", result)
+        report.write(folder / "scores.md", table + "\n")
+        report.save_heat_map(
+            folder / "scores.png",
+            [list(row.values()) for row in rows.values()],
+            list(rows),
+            names,
+            title=self.title[:-1],
+            xlabel="tokens of prompt and answer",
+            ylabel="task",
+        )
+        print(table)
+        print(f"written: {folder}/scores.json, scores.md, scores.png")
+
+
+main = command(Ruler, __doc__)

@@ -1,11 +1,13 @@
 """Held-out texts: files that an option names, stretches of them, samples of a prepared directory."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
+
+from pod.data.demo_corpus import held_out_text
 
 
 def read_text(path: Path, option: str) -> str:
@@ -21,6 +23,15 @@ def read_text(path: Path, option: str) -> str:
         raise ValueError(f"{option} {path}: {reason}; give the path of a UTF-8 text file") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{option} {path}: not UTF-8 ({error.reason} at byte {error.start}); convert it") from error
+
+
+def given_texts(paths: Sequence[Path] | None) -> list[str]:
+    """The UTF-8 files that `--text` names; without any, the held-out modules of the standard library as one text.
+
+    Raises:
+        ValueError: as `read_text`.
+    """
+    return [read_text(path, "--text") for path in paths] if paths else [held_out_text()]
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> Tensor:

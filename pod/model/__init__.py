@@ -10,4 +10,5 @@ graph.py              one CUDA graph for the decode steps of a generate call
 weights.py            all of a model's weights loaded, or refused by name; what tells them from others
 sequence_parallel.py  the exchange around attention: whole sequences of a rank's own heads
 shape.py              a model's sizes from its config: parameters, FLOPs
+memory.py             what a training step and generating take of a GPU, by kind; the longest sample, the largest batch
 """

@@ -84,34 +84,43 @@ class Shape:
         )
 
     @property
+    def queries(self) -> int:
+        """Elements of one token's queries, in one layer."""
+        return self.heads * self.head_dim
+
+    @property
+    def keys(self) -> int:
+        """The same of its keys, and of its values."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def groups(self) -> int:
+        """Query heads that read one KV head."""
+        return self.heads // self.kv_heads
+
+    @property
     def layer_matrices(self) -> int:
         """Parameters of one layer's matrices."""
-        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        return attention + 3 * self.hidden * self.intermediate
+        return 2 * self.hidden * (self.queries + self.keys) + 3 * self.hidden * self.intermediate
 
     @property
     def kv_parameters(self) -> int:
         """Parameters of one layer's projections to keys and values, and of the norm of keys."""
-        each = self.kv_heads * self.head_dim * (self.hidden + (1 if self.qkv_bias else 0))
+        each = self.keys * (self.hidden + (1 if self.qkv_bias else 0))
         return 2 * each + (self.head_dim if self.qk_norm else 0)
 
     @property
     def parameters(self) -> int:
         """All parameters, a tied head counted once."""
         norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
-        biases = self.head_dim * (self.heads + 2 * self.kv_heads) if self.qkv_bias else 0
+        biases = self.queries + 2 * self.keys if self.qkv_bias else 0
         ends = self.vocab * self.hidden * (1 if self.tied else 2) + self.hidden
         return self.layers * (self.layer_matrices + norms + biases) + ends
 
     def adapters(self, rank: int, targets: Sequence[str]) -> int:
         """Parameters of LoRA's adapters of this rank beside these projections of every layer."""
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        sides = {
-            "q": self.hidden + queries,
-            "k": self.hidden + keys,
-            "v": self.hidden + keys,
-            "o": queries + self.hidden,
-        }
+        sides = dict.fromkeys(("q", "o"), self.hidden + self.queries)
+        sides |= dict.fromkeys(("k", "v"), self.hidden + self.keys)
         sides |= dict.fromkeys(("gate", "up", "down"), self.hidden + self.intermediate)
         return self.layers * rank * sum(sides[target] for target in targets)
 
@@ -125,8 +134,8 @@ class Shape:
         scores in training changes which queries and keys are multiplied, not how many. What is computed again is not
         counted.
         """
-        unused = idle * 2 * self.hidden * self.head_dim * self.kv_heads
+        unused = idle * 2 * self.hidden * self.keys
         matrices = 6.0 * (self.layers * self.layer_matrices - unused + self.vocab * self.hidden)
         near = length if self.window is None else min(length, self.window)
         seen = near * (near + 1) / 2 + (length - near) * near
-        return matrices, 3 * 4.0 * self.layers * self.heads * self.head_dim * seen / length
+        return matrices, 3 * 4.0 * self.layers * self.queries * seen / length

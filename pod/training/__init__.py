@@ -8,5 +8,4 @@ checkpoints.py  a run's checkpoints: written whole, found again
 adapters.py     adapters by peft, merged at export
 base_model.py   the stock model or config that training begins with
 plan.py         plan=true: memory, FLOPs, hours of a recipe on a kind of GPU
-memory.py       what a training step takes of a GPU, by kind; the longest sample
 """

@@ -17,6 +17,7 @@ from transformers import (
 from pod.blocks import LayerBlocks
 from pod.files import opening
 from pod.model.families import pod_config
+from pod.model.memory import GPUS
 from pod.model.sequence_parallel import SequenceGroup, SequenceShard, check_heads
 from pod.model.weights import load_causal_lm
 from pod.recipe.schema import steps, warmup_steps
@@ -25,7 +26,6 @@ from pod.training.adapters import add_adapters, without_adapters
 from pod.training.base_model import first_config
 from pod.training.data import PodDataModule
 from pod.training.loss import IGNORED, chunked_cross_entropy, chunked_distillation, shifted
-from pod.training.plan import GPUS
 
 
 class Sections(NamedTuple):

@@ -14,29 +14,12 @@ from typing import Any
 
 from pod.blocks import LayerBlocks
 from pod.files import read_json
+from pod.model.memory import GPUS, RESERVED, Gpu, Memory, Sharing
 from pod.model.shape import KNOWN_CONFIGS, Shape
 from pod.recipe.errors import RecipeError
 from pod.recipe.loading import load_recipe, recipes
 from pod.recipe.schema import Recipe, accumulate, output_folder, steps
 from pod.training.base_model import new_config
-from pod.training.memory import RESERVED, Memory, Sharing
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A kind of GPU: bytes of memory that torch reports, and the data sheet's dense bf16 FLOP/s."""
-
-    memory: float
-    flops: float
-
-
-GPUS = {
-    "H100": Gpu(79 * 2**30, 989e12),
-    "H200": Gpu(139 * 2**30, 989e12),
-    "A100": Gpu(79 * 2**30, 312e12),
-    "A800": Gpu(79 * 2**30, 312e12),
-    "L40S": Gpu(44 * 2**30, 362e12),
-}
 
 
 @dataclass(frozen=True)

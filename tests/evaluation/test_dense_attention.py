@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-
-from pod.evaluation.dense_attention import causal_block_mask, is_causal_pair
+from dense_attention import causal_block_mask, is_causal_pair
 
 
 @pytest.mark.parametrize("length", [128, 256, 1024])

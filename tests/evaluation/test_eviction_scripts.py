@@ -11,7 +11,7 @@ from torch import nn
 
 import pod
 from pod import eviction
-from pod.evaluation import models, runner
+from pod.evaluation import models, passkey, runner, trade_off
 from pod.evaluation.perplexity import perplexity
 from pod.evaluation.texts import stretches, token_ids
 
@@ -173,7 +173,6 @@ def test_every_script_lists_the_methods_and_names_the_closest(name, capsys):
 
 
 def test_passkey_rows_by_checkpoint_and_method(ckpt, dense_ckpt, text, tmp_path, capsys, monkeypatch):
-    passkey = script("eval/passkey.py")
     used = []
 
     def generate(model, ids, count, question, cache):
@@ -424,7 +423,6 @@ def test_score_only_takes_one_folder(tmp_path, capsys):
 
 
 def test_every_method_keeps_the_budget_in_all():
-    trade_off = script("eval/trade_off.py")
     for text in trade_off.METHODS.split("+"):
         assert trade_off.with_budget(text, 64).budget == 64
     assert trade_off.with_budget("cake*snapkv:window=8", 64) == eviction.parse("cake*snapkv:budget=64,window=8")
@@ -436,7 +434,6 @@ def test_every_method_keeps_the_budget_in_all():
 
 
 def test_the_trade_off_goes_on_where_it_was_killed(ckpt, dense_ckpt, text, tmp_path, capsys, monkeypatch):
-    trade_off = script("eval/trade_off.py")
     out = tmp_path / "out"
     arguments = [
         "--ckpt",
@@ -507,7 +504,7 @@ def test_the_trade_off_goes_on_where_it_was_killed(ckpt, dense_ckpt, text, tmp_p
 
 
 def test_points_of_other_weights_or_hyper_parameters_are_not_taken(text, tmp_path, capsys, monkeypatch):
-    trade_off, out, base = script("eval/trade_off.py"), tmp_path / "out", save(tiny_llama(), tmp_path / "model")
+    out, base = tmp_path / "out", save(tiny_llama(), tmp_path / "model")
     arguments = ["--ckpt", str(base), "--text", str(text), "--out", str(out), "--methods", "h2o", "--budgets", "40"]
     arguments += ["--depths", "2", "--samples", "1", "--texts", "1", "--length", "150"]
     assert trade_off.main(arguments) == 0
@@ -543,7 +540,7 @@ def test_points_of_other_weights_or_hyper_parameters_are_not_taken(text, tmp_pat
 
 
 def test_a_typo_does_not_block_the_folder_of_a_trade_off(ckpt, text, tmp_path, capsys):
-    trade_off, out = script("eval/trade_off.py"), tmp_path / "out"
+    out = tmp_path / "out"
     arguments = ["--ckpt", str(ckpt), "--text", str(text), "--out", str(out), "--methods", "h2o", "--budgets", "40"]
     arguments += ["--depths", "2", "--samples", "1", "--texts", "1"]
     assert trade_off.main([*arguments, "--length", "20"]) == 2

@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from scripts import script
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import pod
@@ -18,7 +17,6 @@ CONFIG = {
     "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0, "tie_word_embeddings": False,
 }  # fmt: skip
 SINKS, RECENT = 2, 14
-memory_script = script("eval/memory.py")
 
 
 def model_of(blocks, dtype=torch.float32, **changes):
@@ -68,7 +66,7 @@ def test_even_blocks_refuse_what_cannot_be():
 @pytest.mark.parametrize("share", ["kv", "window"])
 def test_what_the_arithmetic_does_not_know_is_refused(tmp_path, capsys, share):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"model_type": "pod_llama", "share": share}))
-    assert memory_script.main(["--model", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    assert memory.main(["--model", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
     assert f"share='{share}', whose cache and activations this arithmetic does not count" in capsys.readouterr().err
 
 
@@ -113,7 +111,7 @@ def test_a_prompt_that_cake_leaves_whole_is_counted_whole(saving, tmp_path):
     assert not row_of(model, 25, 5, eviction=eviction.SnapKV(budget=24, window=4)).stays_whole
     arguments = ["--model", "llama3-8b", "--lengths", "8192,16384", "--out", str(tmp_path), "--eviction"]
     for text, is_said in (("cake:budget=8180", True), ("cake:budget=0.999", True), ("cake:budget=4096", False)):
-        assert memory_script.main([*arguments, text]) == 0
+        assert memory.main([*arguments, text]) == 0
         assert ("CAKE keeps a prompt of up to budget" in (tmp_path / "memory.md").read_text()) == is_said
 
 
@@ -171,7 +169,7 @@ def test_script(tmp_path, capsys):
     (folder / "config.json").write_text(json.dumps(CONFIG))
     arguments = ["--model", str(folder), "--memory", "400KB", "--lengths", "16", "--output", "1", "--sinks", "2"]
     arguments += ["--recent", "6", "--eviction", "snapkv:budget=12,window=4", "--dtype", "float32", "--measure"]
-    assert memory_script.main([*arguments, "--out", str(tmp_path / "out")]) == 0
+    assert memory.main([*arguments, "--out", str(tmp_path / "out")]) == 0
     result = json.loads((tmp_path / "out" / "memory.json").read_text())
     assert list(result["rows"]) == [
         "dense, last logits only", "PoD, last logits only", "PoD + snapkv:budget=12,window=4, last logits only",
@@ -189,7 +187,7 @@ def test_script(tmp_path, capsys):
 
 
 def test_script_for_the_papers_model(tmp_path, capsys):
-    assert memory_script.main(["--model", "llama3-8b", "--memory", "80GB", "--out", str(tmp_path)]) == 0
+    assert memory.main(["--model", "llama3-8b", "--memory", "80GB", "--out", str(tmp_path)]) == 0
     result = json.loads((tmp_path / "memory.json").read_text())
     assert result["published"]["2048"] == [25, 33] and result["reserved"] == 4 * 2**30
     batches = {name: [cell["batch"] for cell in row["cells"]] for name, row in result["rows"].items()}
@@ -217,13 +215,13 @@ def test_script_for_the_papers_model(tmp_path, capsys):
     ],
 )
 def test_script_refuses_clearly(arguments, message, capsys, tmp_path):
-    assert memory_script.main([*arguments, "--out", str(tmp_path)]) == 2
+    assert memory.main([*arguments, "--out", str(tmp_path)]) == 2
     assert message in capsys.readouterr().err
 
 
 def test_rows_of_one_method_and_budget_have_their_own_names(tmp_path, capsys):
     arguments = ["--model", "llama3-8b", "--lengths", "8192", "--out", str(tmp_path)]
-    assert memory_script.main([*arguments, "--eviction", "snapkv:budget=4096+snapkv:budget=4096,window=16"]) == 0
+    assert memory.main([*arguments, "--eviction", "snapkv:budget=4096+snapkv:budget=4096,window=16"]) == 0
     rows = json.loads((tmp_path / "memory.json").read_text())["rows"]
     assert [name for name in rows if "snapkv" in name] == [
         "PoD + snapkv:budget=4096, last logits only", "PoD + snapkv:budget=4096,window=16, last logits only",
@@ -237,7 +235,7 @@ def test_every_family_can_be_measured(family, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"model_type": family, "sliding_window": None}))
     arguments = ["--model", str(tmp_path), "--memory", "600KB", "--lengths", "16", "--output", "1", "--sinks", "2"]
     arguments += ["--recent", "6", "--dtype", "float32", "--measure", "--out", str(tmp_path / "out")]
-    assert memory_script.main(arguments) == 0
+    assert memory.main(arguments) == 0
     for row in json.loads((tmp_path / "out" / "memory.json").read_text())["rows"].values():
         (cell,) = row["cells"]
         # Phi-3's two merged projections of the MLP stand beside their product for a moment.
@@ -257,13 +255,13 @@ def test_every_family_can_be_measured(family, tmp_path):
 )
 def test_a_config_that_is_none_is_named(content, message, tmp_path, capsys):
     (tmp_path / "config.json").write_text(content)
-    assert memory_script.main(["--model", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    assert memory.main(["--model", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
     assert f"{tmp_path}/config.json" in error and message in error
 
 
 def test_lengths_that_are_no_numbers(capsys):
     with pytest.raises(SystemExit):
-        memory_script.main(["--model", "llama3-8b", "--lengths", "a,b"])
+        memory.main(["--model", "llama3-8b", "--lengths", "a,b"])
     assert "'a,b' is not of whole numbers, comma-separated, such as 256,512" in capsys.readouterr().err
     assert command.numbers("512,256,512") == [512, 256]

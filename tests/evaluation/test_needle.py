@@ -3,9 +3,9 @@
 import json
 
 import pytest
-from scripts import script
 
-needle = script("eval/needle.py")
+from pod.evaluation import needle
+
 STORY = "The old clock had stopped. Nobody knew why or when. They left it as it was. "
 DEPTHS = [0.0, 2.9, 33.0, 50.0, 97.1, 100.0]
 

@@ -8,12 +8,12 @@ import sys
 
 import pytest
 import torch
-from scripts import ROOT, save, script, tiny_llama
+from scripts import ROOT, save, tiny_llama
 from torch import nn
 from transformers import DynamicCache
 
 import pod
-from pod.evaluation import models
+from pod.evaluation import models, passkey
 from pod.evaluation.passkey import PHRASES, generate_greedily, passkey_accuracy, passkey_prompts
 from pod.evaluation.perplexity import perplexity, token_losses
 from pod.evaluation.report import markdown_table
@@ -239,7 +239,6 @@ def test_passkey_script(ckpt, tmp_path):
 
 
 def test_the_cascade_papers_protocol(ckpt, tmp_path, capsys):
-    passkey = script("eval/passkey.py")
     protocol = passkey.PROTOCOLS["cascade"]
     assert protocol["lengths"] == [32768, 65536, 131072, 262144, 524288, 1048576]
     assert len(protocol["lengths"]) * protocol["depths"] * protocol["samples"] == 600, "the paper's retrievals"

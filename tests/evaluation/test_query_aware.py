@@ -6,7 +6,7 @@ from scripts import script
 
 import pod
 from pod import eviction, generate
-from pod.evaluation import longbench, models, passkey, ruler, runner
+from pod.evaluation import longbench, models, needle, passkey, ruler, runner
 from pod.evaluation.haystack import Haystack
 from pod.evaluation.ruler_tasks import TASKS
 
@@ -180,7 +180,6 @@ def test_rulers_question_is_the_asked_line(chatty, task):
 
 
 def test_the_needles_question(chatty):
-    needle = script("eval/needle.py")
     (request,) = needle.make_requests(chatty, STORY * 40, [600], [50.0])
     asked = request.text[request.question_at :]
     assert asked.startswith(needle.QUESTION.rstrip()) and asked.endswith(needle.ANSWER_PREFIX)

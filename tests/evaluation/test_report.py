@@ -12,8 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import pod
 from pod.evaluation import longbench, models
-
-report = script("eval/report.py")
+from pod.evaluation import runs as report
 
 
 def write_run(folder, level, model=None, saving=None, eviction=None, samples=3, **settings):

@@ -354,9 +354,10 @@ def test_scores():
 
 
 def test_the_table_has_an_average(tmp_path, capsys):
-    options = argparse.Namespace(lengths=[512, 1024], samples=3, seed=0, phrase=None)
-    scores = {"vt": {512: 50.0, 1024: 0.0}, "cwe": {512: 100.0, 1024: 25.0}}
-    script("eval/ruler.py").write_scores(scores, options, tmp_path)
+    options = argparse.Namespace(lengths=[512, 1024], samples=3, seed=0, phrase=None, tasks=["vt", "cwe"])
+    options.haystack = options.squad = options.hotpotqa = None
+    scores = {"vt-512": 50.0, "vt-1024": 0.0, "cwe-512": 100.0, "cwe-1024": 25.0}
+    ruler.Ruler(options).write(scores, {}, tmp_path)
     assert "| average | 75.00 | 12.50 |" in capsys.readouterr().out
     assert json.loads((tmp_path / "scores.json").read_text())["averages"] == {"512": 75.0, "1024": 12.5}
 

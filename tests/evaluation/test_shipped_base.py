@@ -29,7 +29,7 @@ def test_it_is_small_and_safe():
 
 @pytest.mark.slow
 def test_it_retrieves_and_predicts():
-    from demo_corpus import corpus_sample, standard_library
+    from pod.data.demo_corpus import corpus_sample, standard_library
 
     model, tokenizer = models.load(str(BASE), "cpu", "float32")
     held_out = standard_library()[1]

@@ -6,12 +6,16 @@ import statistics
 from dataclasses import replace
 from types import SimpleNamespace
 
+import filled_cache
 import pytest
+import speed_goals
+import speed_setting
+import speed_works
+import timing
 import torch
 from scripts import script
 
 import pod
-from pod.evaluation import filled_cache, speed_goals, speed_setting, speed_works, timing
 
 speed = script("eval/speed.py")
 

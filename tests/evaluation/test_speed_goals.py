@@ -1,7 +1,8 @@
 """What a run's numbers say of the goals, and the lines for the table of winners."""
 
-from pod.evaluation.speed_goals import goals, winner_lines
-from pod.evaluation.speed_setting import DENSE
+from speed_goals import goals, winner_lines
+from speed_setting import DENSE
+
 from pod_kernels.dispatch import ShapeClass, Winner
 from pod_kernels.flash import FLASH_VARIABLE
 

@@ -5,9 +5,9 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
+import timing
 import torch
 
-from pod.evaluation import timing
 from pod_kernels.dispatch import VARIABLE as BACKEND_VARIABLE
 from pod_kernels.flash import FLASH_VARIABLE
 

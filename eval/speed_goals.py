@@ -6,12 +6,11 @@ from collections.abc import Callable
 from fnmatch import fnmatch
 from typing import Any, NamedTuple
 
+import timing
 import torch
-
-from pod.evaluation import report, timing
-from pod.evaluation.dense_attention import FLASH, OTHERS
-from pod.evaluation.speed_setting import FUSED, Setting
-from pod.evaluation.speed_works import (
+from dense_attention import FLASH, OTHERS
+from speed_setting import FUSED, Setting
+from speed_works import (
     POD_CUDNN,
     SUITES,
     TAU,
@@ -24,7 +23,9 @@ from pod.evaluation.speed_works import (
     update,
     update_one_layer,
 )
-from pod.evaluation.timing import Measured
+from timing import Measured
+
+from pod.evaluation import report
 from pod_kernels import dispatch
 from pod_kernels.flash import CUDNN, FLASH_VARIABLE
 

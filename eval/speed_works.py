@@ -4,15 +4,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import timing
 import torch
-from torch import Tensor
-from transformers import Cache, PreTrainedModel
-
-import pod
-from pod.evaluation import timing
-from pod.evaluation.dense_attention import FLASH, dense_attentions
-from pod.evaluation.filled_cache import attend, fill, new_cache, received, write
-from pod.evaluation.speed_setting import (
+from dense_attention import FLASH, dense_attentions
+from filled_cache import attend, fill, new_cache, received, write
+from speed_setting import (
     DENSE,
     KV_HEADS,
     LAYERS,
@@ -22,7 +18,11 @@ from pod.evaluation.speed_setting import (
     random_ids,
     random_models,
 )
-from pod.evaluation.timing import BYTES, OPERATIONS, Measured, Works, by
+from timing import BYTES, OPERATIONS, Measured, Works, by
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+
+import pod
 from pod_kernels import shared_score_attention
 from pod_kernels.flash import CUDNN
 

@@ -4,13 +4,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import timing
 import torch
+from timing import Works, by
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import pod
-from pod.evaluation import timing
-from pod.evaluation.timing import Works, by
 
 LAYERS, KV_HEADS = 8, 8
 DENSE, STOCK = "blocks of one layer", "DynamicCache"

@@ -1,10 +1,14 @@
-"""What a training step takes of a GPU's memory, by kind, and the longest sample that fits.
+"""What a model takes of a GPU's memory, by kind: a training step (`Memory`) and generating (`Inference`).
 
-Bytes are counted as this library's code allocates them; `Memory` says how.
+By arithmetic: of the model only its `Shape` is needed. Bytes are counted as this library's code allocates them, and
+the tests hold them against a real step and a real generation. What is searched for is the longest sample of a training
+step and the largest batch of generating; PoD's Table 2 (arXiv 2412.02252) asks for the latter, with prompts of x tokens
+and y new ones. Its peak is the end of the prefill: the cache is allocated for all tokens, and the last layer's
+activations, or after it the logits, are there beside it.
 
-Legend: N parameters, W processes (one GPU each), S of them share a sample (Ulysses), B micro-batch, T tokens of a
-sample, t = T / S of them on one GPU, h hidden size, I MLP width, H and H_kv heads, D head dimension, V vocabulary,
-L layers, b bytes of an activation.
+Legend: N parameters, W processes (one GPU each), S of them share a sample (Ulysses), B micro-batch or rows, T tokens of
+a sample, t = T / S of them on one GPU, x tokens of a prompt, y new ones, h hidden size, I MLP width, H and H_kv heads,
+D head dimension, V vocabulary, L layers, b bytes of an element.
 """
 
 import math
@@ -12,14 +16,70 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from pod.blocks import LayerBlocks
+from pod.eviction import ChainPolicy, Eviction, LMInfinite, Method, Quest, StreamingLLM
 from pod.model.shape import Shape
+from pod_kernels.cached import MAX_LOGITS
+from pod_kernels.slots import CPU_LOGITS
 
+CROP_SLACK = 64  # PodCache's default
 # CUDA's context, NCCL's buffers and what an allocator cannot hand out because it lies in pieces.
 RESERVED = 4 * 2**30
 # ZeRO, in elements: DeepSpeed's stage3_max_live_parameters and sub_group_size, Lightning's reduce_bucket_size.
 MAX_LIVE = 10**9
 SUB_GROUP = 10**9
 REDUCE_BUCKET = 2 * 10**8
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A kind of GPU: bytes of memory that torch reports, and the data sheet's dense bf16 FLOP/s."""
+
+    memory: float
+    flops: float
+
+
+GPUS = {
+    "H100": Gpu(79 * 2**30, 989e12),
+    "H200": Gpu(139 * 2**30, 989e12),
+    "A100": Gpu(79 * 2**30, 312e12),
+    "A800": Gpu(79 * 2**30, 312e12),
+    "L40S": Gpu(44 * 2**30, 362e12),
+}
+
+
+def largest(fits: Callable[[int], bool]) -> int:
+    """The largest number that fits, found by doubling and halving; 0 if not even 1 does."""
+    if not fits(1):
+        return 0
+    low, high = 1, 2
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def even_blocks(layers: int, kv_heads: int, kv_saving: float) -> LayerBlocks:
+    """Blocks of as equal lengths as can be that save a share of the cache: for models that were not analysed.
+
+    Args:
+        layers, kv_heads: of the model.
+        kv_saving: share of the cache, in [0, 0.5); of the keys it is twice as much.
+
+    Raises:
+        ValueError: a saving that no blocks have.
+    """
+    shared = round(2 * kv_saving * layers * kv_heads)
+    if kv_saving < 0 or shared > (layers - 1) * kv_heads:
+        most = (layers - 1) / layers / 2
+        raise ValueError(f"kv_saving must lie between 0 and {most:.3f} in a model of {layers} layers, got {kv_saving}")
+    columns = []
+    for head in range(kv_heads):
+        count = layers - shared // kv_heads - (head < shared % kv_heads)
+        starts = [index * layers // count for index in range(count)]
+        columns.append([max(start for start in starts if start <= layer) for layer in range(layers)])
+    return LayerBlocks([list(row) for row in zip(*columns, strict=True)])
 
 
 @dataclass(frozen=True)
@@ -170,7 +230,7 @@ class Memory:
     @property
     def _queries(self) -> float:
         """Elements of all positions' queries, for the heads of this GPU."""
-        return self.micro_batch * self.length * self.shape.head_dim * self.shape.heads / self.sequence_parallel
+        return self.micro_batch * self.length * self.shape.queries / self.sequence_parallel
 
     @property
     def _keys(self) -> float:
@@ -203,7 +263,7 @@ class Memory:
     @property
     def anchors(self) -> float:
         """The running anchors that checkpoints keep: each pair once, however far it goes."""
-        queries = 1 if self.sharing.values else self.shape.heads / self.shape.kv_heads
+        queries = 1 if self.sharing.values else self.shape.groups
         group = ((0 if self.sharing.keys_only else queries) + 1) * self.shape.head_dim
         return self.activation_bytes * self._tokens * group * self.sharing.pairs
 
@@ -322,14 +382,189 @@ class Memory:
         return unit * largest(lambda units: replace(self, length=units * unit).total <= memory)
 
 
-def largest(fits: Callable[[int], bool]) -> int:
-    """The largest number that fits, found by doubling and halving; 0 if not even 1 does."""
-    if not fits(1):
-        return 0
-    low, high = 1, 2
-    while fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+@dataclass(frozen=True)
+class Inference:
+    """Bytes at the peak of generating, as methods of the batch; every row has the same lengths.
+
+    Attributes:
+        shape: the model's sizes.
+        blocks: of one layer each: dense. Of layers that share scores (or keys, which takes a little less).
+        prompt, output: x and y, in tokens.
+        sink_size, recent_size: proximal tokens.
+        eviction: a method of `pod.eviction`, None keeps every token.
+        whole_logits: the prefill computes the logits of all positions and casts them to float32, as transformers did
+            before it had `logits_to_keep`; otherwise the last position's only.
+        itemsize: b, of weights, activations and cache.
+        fused: attention is a fused kernel for grouped heads, as on CUDA in half precision. On a CPU it is torch's
+            flash attention head by head.
+    """
+
+    shape: Shape
+    blocks: LayerBlocks
+    prompt: int
+    output: int
+    sink_size: int = 16
+    recent_size: int = 4080
+    eviction: Method | None = None
+    whole_logits: bool = False
+    itemsize: int = 2
+    fused: bool = True
+
+    @property
+    def weights(self) -> int:
+        """Bytes of the parameters."""
+        return self.shape.parameters * self.itemsize
+
+    @property
+    def _method(self) -> Method | None:
+        """The eviction method; a budget that is a share has come to tokens of the prompt."""
+        if self.eviction is None or not self.eviction.is_share:
+            return self.eviction
+        sinks = 0 if self.blocks.is_dense else self.sink_size
+        return self.eviction.with_budget(self.eviction.tokens_of(self.prompt, sinks, self.shape.groups))
+
+    @property
+    def stays_whole(self) -> bool:
+        """The method evicts nothing of the prompt, though it is above the budget: CAKE, up to its first new token."""
+        method = self._method
+        return isinstance(method, Eviction) and method.budget < self.prompt <= method.threshold
+
+    @property
+    def _stored(self) -> tuple[float, int, float]:
+        """(slots of a layer and KV head on average, slots of own proximal keys, bytes beside each of an anchor's)."""
+        # The last new token is never stored.
+        total = self.prompt + self.output - 1
+        near = self.sink_size + self.recent_size
+        method = self._method
+        if method is None:
+            return total, min(total, near + CROP_SLACK), 0
+        if isinstance(method, Quest):
+            pages = 2 * self.shape.head_dim * self.itemsize * method.pages(total)
+            return total, min(total, near + CROP_SLACK), pages / total
+        if isinstance(method, ChainPolicy):
+            slots = method.chain(self).slots
+            return slots, min(near, slots), 16 + (4 if hasattr(method, "gamma") else 0)
+        kept = self.prompt if self.prompt <= method.threshold else method.budget
+        headroom = total - self.prompt
+        if method.when and method.query_aware:
+            headroom = min(headroom, max(0, method.budget - kept) + method.when)
+            near -= CROP_SLACK
+        slots = kept + headroom
+        return slots, min(slots, near + CROP_SLACK), 4 + (4 if method.scores_stay == "sum" else 0)
+
+    @property
+    def cache(self) -> float:
+        """Bytes of one row's cache, capacity included."""
+        slots, near, beside = self._stored
+        heads, anchors = self.blocks.anchors.numel(), self.blocks.num_blocks
+        vectors = heads * slots + anchors * slots + (heads - anchors) * near
+        own = 8 * (heads - anchors) * near if isinstance(self.eviction, Eviction) else 0
+        return self.shape.head_dim * self.itemsize * vectors + beside * anchors * slots + own
+
+    @property
+    def logits(self) -> int:
+        """Bytes of one row's logits at the end of the prefill."""
+        if not self.whole_logits:
+            return self.itemsize * self.shape.vocab
+        return self.prompt * self.shape.vocab * (self.itemsize + (4 if self.itemsize < 4 else 0))
+
+    @property
+    def _tokens(self) -> int:
+        """Tokens that the layers see at once."""
+        return min(self.prompt, self._method.at_once) if isinstance(self.eviction, ChainPolicy) else self.prompt
+
+    @property
+    def _handed(self) -> int:
+        """Elements of the most running anchors that there are beside one layer, of one token."""
+        anchors = self.blocks.anchors.tolist()
+        handed = [
+            {(anchor, head) for head, anchor in enumerate(row) if anchor == before[head]}
+            for before, row in zip(anchors, anchors[1:], strict=False)
+        ]
+        # A layer holds what it was handed and what it hands on.
+        pairs = max(len(taken | given) for taken, given in zip([set(), *handed], [*handed, set()], strict=True))
+        return pairs * (self.shape.groups + 1) * self.shape.head_dim
+
+    @property
+    def _streams(self) -> int:
+        """Elements of hidden states [.., h] that a forward holds beside a layer's own, of one row."""
+        states = 2 * self._tokens * self.shape.hidden  # embeddings and the layer's input
+        if self._tokens < self.prompt:  # in strides: the whole embeddings and the whole output are there too
+            states += 2 * self.prompt * self.shape.hidden
+        return states
+
+    @property
+    def mlp(self) -> int:
+        """Bytes of one row in the MLP: what attention gave, the sum, its norm, three products of the MLP's width."""
+        own = 3 * self.shape.hidden + 3 * self.shape.intermediate + self._handed
+        return self.itemsize * (self._streams + self._tokens * own)
+
+    def attention(self, batch: int) -> float:
+        """Bytes of all rows in attention: in RoPE, or with the anchors', the output's sums and what scores take."""
+        shape, shares, b = self.shape, not self.blocks.is_dense, self.itemsize
+        q, k = shape.queries, shape.keys
+        held = shape.hidden + q + 2 * k + self._handed  # normed input, q, k, v, anchors
+        rotation = b * (held + 3 * q)
+        distant = b * (q + k)
+        splits = 1 if self.fused else min(shape.kv_heads, shape.groups)
+        out = b * q
+        if shares or splits > 1:
+            # Sums in float32, log-sum-exps, and two pieces: the one that is added and the one before it.
+            out = 4 * q + 12 * shape.heads + max(b * min(q, 2 * q // splits), b * (q + q // splits) if b < 4 else 0)
+        copies = 0
+        if isinstance(self.eviction, ChainPolicy):
+            copies += b * (2 * q + 2 * k)  # queries in storage order and rotated, keys and values behind the kept
+        if isinstance(self.eviction, LMInfinite):
+            copies += b * q  # the queries once more, as far away as distances go
+        most = rotation
+        for anchors in set(self.blocks.is_anchor.sum(dim=1).tolist()):
+            own = b * held + copies + (distant if anchors < shape.kv_heads else 0)
+            if 0 < anchors < shape.kv_heads or not isinstance(self.eviction, Eviction):
+                own += b * 2 * k  # keys and values in storage order
+            scores = self._scores(batch, anchors) / (batch * self._tokens)
+            most = max(most, own + out, own + b * q + scores)
+        return batch * (b * self._streams + self._tokens * most)
+
+    def _scores(self, batch: int, anchors: int) -> float:
+        """Bytes of logits, weights and masks of the queries that a method looks at, in a layer of so many anchors."""
+        method, shape = self.eviction, self.shape
+        groups = shape.groups
+        if method is None or isinstance(method, Quest):
+            return 0
+        if isinstance(self.eviction, ChainPolicy):
+            width = min(self.prompt, self._stored[0] + self._tokens)
+            if self.blocks.is_dense and type(method) is StreamingLLM:  # one fused call, with a mask
+                return batch * shape.kv_heads * self._tokens * width * (1 + self.itemsize)
+            most = MAX_LOGITS if self.fused else CPU_LOGITS
+            return min(most, batch * shape.heads * self._tokens * width) * (12 if self.blocks.is_dense else 20)
+        if method.scores_stay == "sum":
+            return min(MAX_LOGITS, batch * anchors * groups * self.prompt**2) * (8 + 1 / groups)
+        window = max(method.observed, method.protected(groups) if method.has_preference else 0)
+        each = 16 if method.has_preference else 8
+        return batch * anchors * window * self.prompt * (each * groups + 1)
+
+    @property
+    def end(self) -> int:
+        """Bytes of one row after the last layer: the last norm in float32, or its output beside the logits."""
+        # In float32 the norm needs no copy of its input.
+        norm = self.itemsize * self._streams + self._tokens * self.shape.hidden * (8 if self.itemsize < 4 else 4)
+        return max(norm, self.itemsize * self.prompt * self.shape.hidden + self.logits)
+
+    def by_kind(self, batch: int) -> dict[str, float]:
+        """Bytes at the peak; logits are 0 where the peak is in a layer, before there are any."""
+        in_layer = max(batch * self.mlp, self.attention(batch))
+        logits = batch * self.logits if batch * self.end > in_layer else 0
+        return {
+            "weights": self.weights,
+            "cache": batch * self.cache,
+            "prefill logits": logits,
+            "activations": max(in_layer, batch * self.end) - logits,
+        }
+
+    def total(self, batch: int) -> float:
+        """Bytes at the peak."""
+        return sum(self.by_kind(batch).values())
+
+    def largest_batch(self, memory: float) -> int:
+        """The most rows within `memory` bytes, 0 if not even one."""
+        return largest(lambda batch: self.total(batch) <= memory)

@@ -1,0 +1,229 @@
+"""A benchmark of generated text: what one says of itself, and what is done with any.
+
+A benchmark is a file with a subclass of `Benchmark` and its `main = command(...)`, and a line in `registry.py`.
+It says its prompts and how predictions are scored; `run` predicts with every model and eviction method, goes on where a
+killed run stopped, refuses what was made with other settings or weights, has the scores written and compares them.
+"""
+
+import argparse
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from pod.evaluation import models, report, runner
+from pod.evaluation.command import add_ckpts, add_eviction, parser_of
+from pod.model.weights import weights_hash
+from pod.terminal import exit_status
+
+Score = float | None | dict[str, float | None]  # of a set, or of its parts by name
+Row = dict[str, Any]  # a prediction: {"key", "pred", ...}
+
+
+class Benchmark(ABC):
+    """One benchmark with the options of one run.
+
+    Args:
+        options: of the command line; a subclass checks its own and reads its data, before any model is loaded.
+
+    Attributes:
+        name: of the benchmark.
+        published: rows of papers, as the benchmark's own report prints them.
+        what: heads the first column of a comparison.
+        weighs_cache: the cache of the longest prompt is measured, and written to `cache.json`.
+        scores_alone: it has `read`, and so `--score-only`.
+        asks_beyond: tokens that come on top of `lengths`, at least.
+        settings: what predictions depend on, beside the model and the eviction method.
+        lengths: tokens of the prompts, for a note where a model was made for fewer.
+        title: what was run, in a sentence above the comparison; may be empty.
+    """
+
+    name: ClassVar[str]
+    published: ClassVar[Sequence[Any]] = ()
+    what: ClassVar[str] = "set"
+    weighs_cache: ClassVar[bool] = False
+    scores_alone: ClassVar[bool] = False
+    asks_beyond: ClassVar[int] = 0
+    settings: dict[str, Any]
+    lengths: Sequence[int]
+    title: str = ""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+
+    @staticmethod
+    @abstractmethod
+    def add_options(parser: argparse.ArgumentParser) -> None:
+        """Give the command's parser the benchmark's own options."""
+
+    @abstractmethod
+    def prompts(self, tokenizer: PreTrainedTokenizerBase) -> Iterable[tuple[str, list[runner.Request]]]:
+        """(name, requests) of each set. What is only made when its turn comes is refused when its turn comes."""
+
+    @abstractmethod
+    def score(self, name: str, rows: Sequence[Row]) -> Score:
+        """0..100, of one set's predictions."""
+
+    @abstractmethod
+    def aggregate(self, scores: dict[str, Score]) -> dict[str, float | None]:
+        """The means that papers print, by name; None where one of their sets is missing. `scores`: by set."""
+
+    @abstractmethod
+    def write(self, scores: dict[str, Score], counts: dict[str, int], folder: Path) -> None:
+        """Write `scores.json` and what else belongs to it into a folder, and print it; counts: of predictions."""
+
+    def compared(self, scores: dict[str, Score]) -> dict[str, float | None]:
+        """The lines of a comparison: every set or part of one, then the means."""
+        flat: dict[str, float | None] = {}
+        for name, value in scores.items():
+            flat |= {f"{name} {part}": one for part, one in value.items()} if isinstance(value, dict) else {name: value}
+        return flat | self.aggregate(scores)
+
+    def read(self, folder: Path) -> dict[str, list[Row]]:
+        """The predictions that are in a folder, by set, for `--score-only`: no requests tell what should be there."""
+        raise NotImplementedError
+
+    def finish(self, rows: dict[str, list[Row]], folder: Path) -> dict[str, Score]:
+        """Score predictions, by set, and write what is found; returns the scores by set."""
+        scores = {name: self.score(name, found) for name, found in rows.items()}
+        self.write(scores, {name: len(found) for name, found in rows.items()}, folder)
+        return scores
+
+    def beyond(self, ckpt: str, room: int | None) -> str:
+        """Which lengths a model was not made for, as a sentence; nothing where there are none."""
+        longer = [str(n) for n in self.lengths if room is not None and n + self.asks_beyond > room]
+        return f"{Path(ckpt).resolve().name} was made for {room} tokens, not for {', '.join(longer)}." if longer else ""
+
+
+def folders_of(ckpts: Sequence[str], out: Path) -> dict[str, Path]:
+    """Where each model's results go: `out` itself of one model, else a folder in it.
+
+    Raises:
+        ValueError: two models of one name.
+    """
+    if len(ckpts) == 1:
+        return {ckpts[0]: out}
+    folders = {ckpt: out / Path(ckpt).resolve().name for ckpt in ckpts}
+    if len(set(folders.values())) < len(ckpts):
+        raise ValueError(f"--ckpt {' '.join(ckpts)}: two models of one name; run them into two --out")
+    return folders
+
+
+def run(benchmark: Benchmark, options: argparse.Namespace) -> None:
+    """Predict with each model, without eviction and with each method; score when all predictions are there.
+
+    Args:
+        benchmark: what is asked.
+        options: `ckpt` (several), `eviction`, `batch_size`, `out`.
+
+    Raises:
+        ValueError: a model or method that cannot be, predictions of other settings or weights in the folder.
+    """
+    keys: dict[str, list[str]] = {}
+    notes: list[str] = []
+    finished: dict[str, Path] = {}  # whose results are where
+    folders = folders_of(options.ckpt, options.out)
+    for ckpt, out in folders.items():
+        settings = benchmark.settings | {"ckpt": ckpt}
+        runner.check_settings(out, settings, partly=True)
+        model, tokenizer = models.load(ckpt)
+        settings["weights"] = weights_hash(ckpt)
+        variants = models.variants(model, options.eviction)
+        note = benchmark.beyond(ckpt, getattr(model.config, "max_position_embeddings", None))
+        if note:
+            notes.append(note)
+            if runner.process()[0] == 0:
+                print(f"note: {note}", file=sys.stderr)
+        longest = None
+        for name, requests in benchmark.prompts(tokenizer):
+            keys[name] = [request.key for request in requests]
+            longest = max([longest, *requests] if longest else requests, key=lambda request: len(request.text))
+            runner.predict_each(variants, tokenizer, requests, out, name, options.batch_size, settings)
+        for variant in variants:
+            folder = variant.folder(out)
+            finished[variant.name if len(folders) == 1 else f"{out.name}, {variant.name}"] = folder
+            if benchmark.weighs_cache and None not in predictions(folder, keys).values():
+                report.write_json(folder / "cache.json", weighed(variant, tokenizer, longest))
+    scores = {}
+    for name, folder in finished.items():
+        rows = predictions(folder, keys)
+        if None in rows.values():
+            print(f"process {runner.process()[0]} is done; the last one to finish prints the scores", file=sys.stderr)
+            return
+        if len(finished) > 1:
+            print(f"\n{name}:")
+        scores[name] = benchmark.finish(rows, folder)
+    if len(scores) > 1:
+        compare(benchmark, scores, options.out, notes)
+
+
+def predictions(folder: Path, keys: dict[str, list[str]]) -> dict[str, list[Row] | None]:
+    """The predictions of each set in a folder; None where some are missing. `keys`: of each set's requests."""
+    return {name: runner.Predictions(folder, name).merge(wanted) for name, wanted in keys.items()}
+
+
+def weighed(variant: models.Variant, tokenizer: PreTrainedTokenizerBase, longest: runner.Request) -> dict[str, float]:
+    """What the cache of one prompt takes, measured: `eval/report.py` prints it."""
+    ids = runner.encode(tokenizer, longest)
+    cache = None if variant.cache_factory is None else variant.cache_factory(variant.model)
+    question = runner.question_tokens(tokenizer, longest, ids) if variant.asks_apart else 0
+    return models.measured_saving(variant.model, torch.tensor([ids]), cache, question)
+
+
+def compare(benchmark: Benchmark, scores: dict[str, dict[str, Score]], out: Path, notes: Sequence[str]) -> None:
+    """Print the scores of several models and methods and write them to `comparison.md`; model and method -> set."""
+    columns = {name: benchmark.compared(found) for name, found in scores.items()}
+    lines = [name for name in next(iter(columns.values())) if any(one[name] is not None for one in columns.values())]
+    cells = [[f"{one[name]:.2f}" if one[name] is not None else "-" for one in columns.values()] for name in lines]
+    table = report.markdown_table(
+        [benchmark.what, *columns], [[name, *row] for name, row in zip(lines, cells, strict=True)]
+    )
+    above = " ".join(filter(None, [benchmark.title, *notes]))
+    text = f"{above}\n\n{table}" if above else table
+    report.write(out / "comparison.md", text + "\n")
+    print(f"\n{text}\nwritten: {out}/comparison.md")
+
+
+def command(kind: type[Benchmark], doc: str | None) -> Callable[..., int]:
+    """The command of a benchmark.
+
+    Args:
+        kind: the benchmark.
+        doc: what `--help` says.
+    """
+
+    @exit_status
+    def main(arguments: list[str] | None = None) -> None:
+        parser = parser_of(kind.name, doc)
+        add_ckpts(parser, batch_size=1, required=False)
+        add_eviction(parser)
+        kind.add_options(parser)
+        where = f"where predictions and scores go (runs/{kind.name}/NAME; of several models, runs/{kind.name})"
+        parser.add_argument("--out", type=Path, help=where)
+        parser.set_defaults(score_only=False)
+        if kind.scores_alone:
+            alone = "score the predictions in --out; no model is loaded"
+            parser.add_argument("--score-only", action="store_true", help=alone)
+        options = parser.parse_args(arguments)
+        if options.score_only:
+            if options.out is None:
+                raise ValueError("--score-only needs --out, the folder of the predictions")
+            if options.eviction:
+                raise ValueError(
+                    "--score-only scores one folder: name the method's own folder with --out, no --eviction"
+                )
+            benchmark = kind(options)
+            benchmark.finish(benchmark.read(options.out), options.out)
+            return
+        if options.ckpt is None:
+            raise ValueError("--ckpt is missing: name an exported model's directory")
+        if options.out is None:
+            name = Path(options.ckpt[0]).resolve().name
+            options.out = Path("runs") / kind.name / (name if len(options.ckpt) == 1 else "")
+        run(kind(options), options)
+
+    return main
