@@ -34,10 +34,10 @@ from pod.evaluation.passkey import DIGITS, PassKey, generate_greedily, passkey_a
 from pod.evaluation.perplexity import decoder_states, perplexity
 from pod.evaluation.texts import prepared
 from pod.export import export
-from pod.fit import fit
 from pod.recipe.loading import load_recipe
 from pod.recipe.schema import Recipe, output_folder, schema, steps
 from pod.terminal import exit_status
+from pod.training.run import fit
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))
 from demo_corpus import held_out_text, write_corpus  # noqa: E402

@@ -26,6 +26,7 @@ from transformers import (
 
 from pod.blocks import LayerBlocks
 from pod.data.tokenizer import load_tokenizer
+from pod.extras import require
 from pod.files import SUMS, locked, naming, opening, publish, read_sums, write_sums
 from pod.model.families import pod_config
 from pod.model.weights import load_causal_lm
@@ -84,7 +85,9 @@ def load_checkpoint(path: Path) -> tuple[dict, Path]:
 
     Raises:
         ValueError: there is none, or it is damaged.
+        ImportError: lightning is not installed, or deepspeed, where it sharded the checkpoint.
     """
+    require("train", "lightning", what="pod.export")
     from pod.training.checkpoints import checkpoints, is_whole, last_checkpoint  # brings lightning
 
     file: Path | None = path
@@ -114,12 +117,11 @@ def consolidated(directory: Path) -> dict:
     The weights are not in memory yet: `contiguous()` puts one together from the shards' files, which are mapped.
 
     Raises:
-        ValueError: deepspeed is not installed.
+        ImportError: deepspeed is not installed.
     """
-    try:
-        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-    except ImportError as error:
-        raise ValueError(f"{directory} is sharded by DeepSpeed: pip install deepspeed to read it") from error
+    require("train", "deepspeed", what=f"{directory}, which DeepSpeed sharded,")
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
     shard = min(directory.glob("checkpoint/*_model_states.pt"))
     content = torch.load(shard, map_location="cpu", weights_only=False, mmap=True)
     weights = get_fp32_state_dict_from_zero_checkpoint(str(directory), lazy_mode=True)

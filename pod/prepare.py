@@ -59,6 +59,7 @@ from pod.data import summary
 from pod.data.chat import load_chat
 from pod.data.sampling import Plan, draw, split_documents, write_shard
 from pod.data.sources import DOCUMENT, LINES, Reading, find_units, load_tokenizer, read_unit
+from pod.extras import require
 
 SHOWN = 20  # bad lines printed; report.json has all
 
@@ -169,11 +170,13 @@ def prepare(
         ValueError: nothing readable in the input, or too little of it, none of it for training, a bad argument, an
             unknown tokenizer, a bad MDS shard, intervals that cannot give equal shares, another run at work on `out`,
             `out` inside a source or around it.
+        ImportError: matplotlib is not installed, or what reads the kind of file.
     """
     from pod.data.prepared import token_dtype
     from pod.data.sample_writer import SHARD_BYTES, SampleWriter, samples_of_a_shard
     from pod.files import write_text
 
+    require("data", "matplotlib", what="pod.prepare")  # its picture comes last, and the work before it is long
     if not 0 <= held_out < 1:
         raise ValueError(f"--held-out {held_out}: a share of the documents, at least 0 and below 1")
     if not 0 <= max_bad_share <= 1:
@@ -364,7 +367,7 @@ def main(arguments: list[str] | None = None) -> int:
     options.pop("pack")
     try:
         report = prepare(options.pop("source"), **options)
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)  # as `pod.terminal`, without torch, which would delay --help
         return 2
     except KeyboardInterrupt:

@@ -33,13 +33,14 @@ from pod.blocks import LayerBlocks
 from pod.data.prepared import PreparedDataset
 from pod.data.sample_writer import SampleWriter
 from pod.export import export, load_checkpoint, measured, rebuild
-from pod.fit import StepsBar, fit, has_wandb_key, loggers, main
+from pod.fit import main
 from pod.recipe.loading import load_recipe
 from pod.recipe.schema import RecipeError
 from pod.terminal import NOISE
 from pod.training.checkpoints import is_whole, last_checkpoint
 from pod.training.data import PodDataModule
 from pod.training.module import PodModule
+from pod.training.run import StepsBar, fit, has_wandb_key, loggers
 
 ROOT = Path(__file__).parent.parent
 CONFIG = {
@@ -431,7 +432,8 @@ def test_blocks_are_not_found_anew_by_other_rules(trained, prepared, tmp_path):
     ],
 )
 def test_ordinary_mistakes_end_with_one_line(prepared, tmp_path, overrides, message, capsys, monkeypatch):
-    monkeypatch.setattr("pod.fit.importlib.util.find_spec", lambda name: None)
+    for name in ("tensorboard", "tensorboardX"):
+        monkeypatch.setitem(sys.modules, name, None)
     assert main([f"recipe={recipe_file(tmp_path, prepared)}", *overrides]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("[transformers]")]
     assert line.startswith(f"error: {message}") and len(line) < 900

@@ -11,3 +11,5 @@ weights.py            all of a model's weights loaded, or refused by name; what 
 sequence_parallel.py  the exchange around attention: whole sequences of a rank's own heads
 shape.py              a model's sizes from its config: parameters, FLOPs
 """
+
+from pod.model import families as families  # whoever imports a config of ours wants the Auto classes to know its model

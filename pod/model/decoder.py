@@ -9,8 +9,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
+from pod.blocks import FIXED, whole_number
 from pod.cache import PodCache
-from pod.model.config import FIXED, whole_number
 from pod.model.graph import StepGraphs, step_graphs
 from pod.model.inputs import (
     check_cache,

@@ -2,7 +2,7 @@
 
     recipe = load_recipe(["recipe=tiny", "trainer.max_steps=20", "model.config.hidden_size=64"])
 
-`recipe=` is the name of a file in the recipes folder (that of the repository, or $POD_RECIPES) or a path. Values are
+`recipe=` is the name of a file in the recipes folder (that of the library, or $POD_RECIPES) or a path. Values are
 YAML; `1e3` and `1_000` are fine where an int is meant, and `${key}` takes another key's value. Whatever is wrong with
 a recipe is a RecipeError, whose message names the key, the value, and what to write instead.
 """
@@ -167,11 +167,12 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def _folder() -> Path:
-    """$POD_RECIPES, else the repository's recipes/, else recipes/ where the command runs."""
+    """$POD_RECIPES, else what the wheel brings, else, in a clone, the repository's recipes/."""
     if os.environ.get("POD_RECIPES"):
         return Path(os.environ["POD_RECIPES"])
-    beside = Path(__file__).resolve().parents[2] / "recipes"
-    return beside if beside.is_dir() else Path("recipes")
+    here = Path(__file__).resolve()
+    shipped = here.parent / "shipped"  # put there by setup.py
+    return shipped if shipped.is_dir() else here.parents[2] / "recipes"
 
 
 def _recipe_files() -> dict[str, Path]:
