@@ -26,6 +26,10 @@ class PodConfigMixin:
         tau: gate from which a non-anchor layer skips distant values at decode; None never skips.
     """
 
+    # A tensor-parallel plan is a promise of the family's own layers: see `pod.model.decoder.Capabilities`.
+    base_model_tp_plan = None
+    base_model_pp_plan = None
+
     @property
     def blocks(self) -> LayerBlocks:
         """The layer blocks that `anchors` describes."""
