@@ -338,7 +338,7 @@ def test_import_pod_brings_little_beyond_torch_and_transformers(tmp_path):
     done = python("-c", IMPORT, cwd=tmp_path, path=[ROOT, ROOT / "kernels"])
     assert done.returncode == 0, done.stderr
     count, loaded, public, listed = done.stdout.splitlines()
-    assert int(count) < 100  # they were above 1,000 when it brought the models
+    assert int(count) < 150  # they were above 1,000 when it brought the models
     assert not HEAVY & set(loaded.split())
     assert set(public.split()) <= set(listed.split())
 
