@@ -167,12 +167,12 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def _folder() -> Path:
-    """$POD_RECIPES, else what the wheel brings, else, in a clone, the repository's recipes/."""
+    """$POD_RECIPES, else what the wheel brings, else a clone's recipes/, else recipes/ where the command runs."""
     if os.environ.get("POD_RECIPES"):
         return Path(os.environ["POD_RECIPES"])
     here = Path(__file__).resolve()
     shipped = here.parent / "shipped"  # put there by setup.py
-    return shipped if shipped.is_dir() else here.parents[2] / "recipes"
+    return next((folder for folder in (shipped, here.parents[2] / "recipes") if folder.is_dir()), Path("recipes"))
 
 
 def _recipe_files() -> dict[str, Path]:
