@@ -22,11 +22,11 @@ install: $(STAMP)
 # torch goes first and by its exact version: where the index has a build without CUDA, an open range would pass it over
 # for a newer one with gigabytes of CUDA packages.
 OLD := PoD wants Python 3.11 or newer. Name one: make install PYTHON=python3.12
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml setup.py constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "$(OLD)")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install -c constraints.txt -e '.[all,dev]'
 	touch $@
 
 demo: $(STAMP)

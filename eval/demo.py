@@ -35,10 +35,10 @@ from pod.evaluation.passkey import DIGITS, PassKey, generate_greedily, passkey_a
 from pod.evaluation.perplexity import decoder_states, perplexity
 from pod.evaluation.texts import prepared
 from pod.export import export
-from pod.fit import fit
 from pod.recipe.loading import load_recipe
 from pod.recipe.schema import Recipe, output_folder, schema, steps
 from pod.terminal import exit_status
+from pod.training.run import fit
 
 LENGTHS = (256, 512, 1016)  # tokens of the pass-key prompts; with the digits, the last fills the context
 DEPTHS = tuple(index / 8 for index in range(9))

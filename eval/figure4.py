@@ -32,10 +32,10 @@ from pod.evaluation.passkey import generate_greedily, passkey_accuracy
 from pod.evaluation.texts import prepared
 from pod.export import export
 from pod.files import read_json
-from pod.fit import fit
 from pod.recipe.loading import load_recipe
 from pod.recipe.schema import Recipe, output_folder
 from pod.terminal import exit_status
+from pod.training.run import fit
 from pod_kernels import SkipStats
 
 Point = tuple[int, float]  # recent tokens, kv_saving

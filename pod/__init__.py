@@ -1,5 +1,7 @@
 """PoD: proximal tokens over distant tokens. `import pod` registers the PoD models with transformers' Auto classes.
 
+__main__.py     `pod NAME` is `python -m pod.NAME`
+extras.py       what only some commands need, named with the extra that brings it
 terminal.py    which warnings the commands leave out, and how they end: errors in one line
 files.py        files that are whole or not there, checksums, errors that name the file
 blocks.py       LayerBlocks: the greedy grouping, the saving, JSON, a picture
@@ -21,32 +23,55 @@ evaluation/     one benchmark a file, and what runs them
 
 import importlib
 
-from pod import eviction, similarity
+from transformers import AutoConfig
+
+from pod import eviction
 from pod.blocks import LayerBlocks
-from pod.cache import PodCache
-from pod.model.config import PodLlamaConfig, PodMistralConfig, PodPhi3Config, PodQwen2Config, PodQwen3Config
-from pod.model.families import (
-    PodLlamaForCausalLM,
-    PodMistralForCausalLM,
-    PodPhi3ForCausalLM,
-    PodQwen2ForCausalLM,
-    PodQwen3ForCausalLM,
-    convert,
-)
+from pod.extras import require
 from pod_kernels import Quantization
 
-# These bring lightning: loaded when first used, so that `import pod` stays light.
-_LAZY = {
+__version__ = "0.1.0"
+
+# Loaded when first used, so that `import pod` stays light: the models bring transformers' own, which take seconds to
+# import, and training brings lightning.
+_LATER = {
+    "PodCache": "pod.cache",
     "PodDataModule": "pod.training.data",
     "PodModule": "pod.training.module",
     "UlyssesDeepSpeedStrategy": "pod.training.strategy",
+    "convert": "pod.model.families",
 }
+for _family in ("Llama", "Mistral", "Phi3", "Qwen2", "Qwen3"):
+    _LATER |= {f"Pod{_family}Config": "pod.model.config", f"Pod{_family}ForCausalLM": "pod.model.families"}
+
+
+class _Later(type):
+    """A class that stands for the config of its name until one is made; by then the models have registered it."""
+
+    def __getattr__(cls, name: str):
+        return getattr(__getattr__(cls.__name__), name)
+
+    def __call__(cls, *args, **kwargs):
+        return __getattr__(cls.__name__)(*args, **kwargs)
+
+
+for _name in _LATER:
+    if _name.endswith("Config"):
+        AutoConfig.register(f"pod_{_name[3:-6].lower()}", _Later(_name, (), {}), exist_ok=True)
 
 
 def __getattr__(name: str):
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
-    raise AttributeError(f"module 'pod' has no attribute {name!r}")
+    if name == "similarity":
+        return importlib.import_module("pod.similarity")
+    if name not in _LATER:
+        raise AttributeError(f"module 'pod' has no attribute {name!r}")
+    if _LATER[name].startswith("pod.training"):
+        require("train", "lightning", "torchdata", "torchmetrics", what=f"pod.{name}")
+    return getattr(importlib.import_module(_LATER[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 __all__ = [

@@ -20,6 +20,7 @@ from tqdm.auto import tqdm
 from pod.blocks import LayerBlocks
 from pod.data.prepared import PreparedData, PreparedDataset
 from pod.data.tokenizer import check_vocabulary
+from pod.extras import require
 from pod.files import check_writable, replacing
 from pod.recipe.loading import main_recipe
 from pod.recipe.schema import Recipe, output_folder
@@ -40,11 +41,13 @@ def analyze(recipe: Recipe) -> LayerBlocks:
     Raises:
         ValueError: no such model or data, data of another sample length, or more saving wanted than the model can
             give.
+        ImportError: matplotlib is not installed.
     """
     if recipe.model.base is None:
         raise ValueError(
             "model.base is empty: a model from scratch has no attention to analyse. Set blocks.kv_saving=0"
         )
+    require("train", "matplotlib", what="pod.analyze")  # its pictures come last, and the work before them is long
     out = output_folder(recipe)
     check_writable(out)
     dataset = PreparedDataset(_data(recipe), "train")

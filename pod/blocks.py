@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pod.extras import require
 from pod.files import check_sum, read_json, replacing, with_sum, write_text
 
 FORMAT = "pod-layer-blocks"
@@ -33,6 +34,9 @@ FORMAT_VERSION = 1
 METHODS = ("greedy", "sum", "worst")  # of `for_saving`
 # Similarities are averages of many float32 numbers: so much above 1, below 0 or off symmetry is rounding, not an error.
 SIMILARITY_TOLERANCE = 1e-4
+# Fields of a config by which its blocks become layers and caches: fixed from then on.
+FIXED = ("anchors", "sink_size", "recent_size", "share", "num_hidden_layers", "num_attention_heads")
+FIXED += ("num_key_value_heads", "head_dim")
 
 
 Unit = tuple[int, int]  # a block of one KV head: its anchor layer, the head
@@ -370,7 +374,11 @@ class LayerBlocks:
         """Draw the blocks into a PNG: layers across, KV heads down, a colour for each block of more than one layer.
 
         Grey is a block of one layer; a dot marks the anchor of a larger one. Folders are made as needed.
+
+        Raises:
+            ImportError: matplotlib is not installed.
         """
+        require("train", "matplotlib", what="a picture of the blocks")
         # Imported here: the model needs blocks, not pictures. A bare Figure draws with Agg and leaves the user's
         # choice of matplotlib backend alone.
         from matplotlib import colormaps
@@ -492,6 +500,25 @@ def _best_anchors(similarity: Tensor, worst: float, wanted: int) -> Tensor:
             anchors[start:end, head] = start
             count, end = count - (end - start - 1), start
     return anchors
+
+
+def whole_number(name: str, value: Any, what: str, least: int | None = None) -> int:
+    """The value as an integer.
+
+    Args:
+        name, what: which argument it is, and what that must be, for the error.
+        least: the smallest it may be; None: any.
+
+    Raises:
+        ValueError: it is none, or too small.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool) or (least is not None and number < least):
+        raise ValueError(f"{name} must be {what}, a whole number; got {value!r}")
+    return number
 
 
 def _validated_similarity(similarity: Tensor) -> Tensor:

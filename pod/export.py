@@ -14,8 +14,11 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
+import yaml
+from huggingface_hub import ModelCard, ModelCardData
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -26,6 +29,7 @@ from transformers import (
 
 from pod.blocks import LayerBlocks
 from pod.data.tokenizer import load_tokenizer
+from pod.extras import require
 from pod.files import SUMS, locked, naming, opening, publish, read_sums, write_sums
 from pod.model.families import pod_config
 from pod.model.weights import load_causal_lm
@@ -36,8 +40,7 @@ from pod.training.adapters import merge
 from pod.training.base_model import first_config
 
 CARD = """---
-library_name: pod-attention
-tags: [pod, kv-cache, long-context]
+{metadata}
 ---
 # {name}
 
@@ -47,8 +50,8 @@ A {kind} trained by [PoD](https://arxiv.org/abs/2412.02252) (proximal tokens ove
 ```python
 {imports}from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("{name}")
-tokenizer = AutoTokenizer.from_pretrained("{name}")
+model = AutoModelForCausalLM.from_pretrained("{path}")
+tokenizer = AutoTokenizer.from_pretrained("{path}")
 ```
 
 | | |
@@ -86,7 +89,9 @@ def load_checkpoint(path: Path) -> tuple[dict, Path]:
 
     Raises:
         ValueError: there is none, it is damaged, or it is not one of `PodModule`.
+        ImportError: lightning is not installed, or deepspeed, where it sharded the checkpoint.
     """
+    require("train", "lightning", what="pod.export")
     from pod.training.checkpoints import by_section, checkpoints, is_whole, last_checkpoint  # brings lightning
 
     file: Path | None = path
@@ -121,12 +126,11 @@ def consolidated(directory: Path) -> dict:
     The weights are not in memory yet: `contiguous()` puts one together from the shards' files, which are mapped.
 
     Raises:
-        ValueError: deepspeed is not installed.
+        ImportError: deepspeed is not installed.
     """
-    try:
-        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-    except ImportError as error:
-        raise ValueError(f"{directory} is sharded by DeepSpeed: pip install deepspeed to read it") from error
+    require("train", "deepspeed", what=f"{directory}, which DeepSpeed sharded,")
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
     shard = min(directory.glob("checkpoint/*_model_states.pt"))
     content = torch.load(shard, map_location="cpu", weights_only=False, mmap=True)
     weights = get_fp32_state_dict_from_zero_checkpoint(str(directory), lazy_mode=True)
@@ -221,15 +225,44 @@ def measured(run: Path, step: int) -> tuple[dict[str, float], int]:
     return found, done
 
 
+def card_metadata(base: str | None) -> ModelCardData:
+    """What the hub reads of a model card: what the model is for, what it is made from, under what license.
+
+    Args:
+        base: a directory, whose own card is asked, or a hub id, whose card is asked of the hub or of its local cache;
+            None: there is none. Where no card says, the license is left out: it is not ours to guess.
+    """
+    kept: dict[str, Any] = {}
+    if base is not None:
+        is_local = Path(base).exists()
+        try:
+            said = ModelCard.load(Path(base) / "README.md" if is_local else base, ignore_metadata_errors=True).data
+            kept = {key: value for key, value in said.to_dict().items() if key.startswith("license")}
+            kept |= {"base_model": said.base_model} if is_local and said.base_model else {}
+        except (OSError, ValueError, yaml.YAMLError):
+            pass  # no card, a broken one, or no network
+        kept |= {} if is_local else {"base_model": base}
+    tags = ["pod", "kv-cache", "long-context"]
+    return ModelCardData(library_name="pod-attention", pipeline_tag="text-generation", tags=tags, **kept)
+
+
 def model_card(
-    model: PreTrainedModel, name: str, base: str | None, step: int, metrics: dict[str, float], measured_at: int
+    model: PreTrainedModel, path: Path, base: str | None, step: int, metrics: dict[str, float], measured_at: int
 ) -> str:
-    """README.md of an export: what it is, how to load it, what was measured after how many steps, the block map."""
+    """README.md of an export: what it is, how to load it, what was measured after how many steps, the block map.
+
+    Args:
+        path: where the export is, as whoever runs it names it.
+        base, step: what was trained, for how many steps.
+        metrics, measured_at: what the last validation found, after how many steps.
+    """
     config = model.config
     shares = hasattr(config, "share")
     blocks = config.blocks if shares else LayerBlocks.dense(config.num_hidden_layers, config.num_key_value_heads)
     return CARD.format(
-        name=name,
+        metadata=card_metadata(base).to_yaml(),
+        name=path.name,
+        path=path,
         kind=f"{config.model_type.removeprefix('pod_')} model",
         sharing=SHARING[config.share]
         + ": install the library from its repository (`pip install -e .` in a clone) and `import pod` before loading "
@@ -321,7 +354,7 @@ def _export(ckpt: Path, out: Path, dtype: torch.dtype | None) -> Path:
             if tokenizer is not None:
                 tokenizer.save_pretrained(aside)
             step = int(checkpoint["global_step"])
-            card = model_card(model, out.name, base, step, *measured(file.parent.parent, step))
+            card = model_card(model, out, base, step, *measured(file.parent.parent, step))
             (aside / "README.md").write_text(card, encoding="utf-8")
             write_sums(aside)
         wanted = _logits(model)

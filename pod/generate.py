@@ -7,7 +7,10 @@ python -m pod.generate --ckpt exports/tiny --prompt-file book.txt --tau 0.7
 python -m pod.generate --ckpt exports/tiny --prompt-file book.txt --question "Who did it?" \\
     --eviction snapkv:budget=256,query_aware=false
 python -m pod.generate --ckpt exports/tiny --prompt-file book.txt --quantization-bits 4
+python -m pod.generate --ckpt exports/chat --prompt "Once upon a time" --raw    # no question: a text to go on with
 python -m pod.generate --eviction list
+
+Where the tokenizer has a chat template, the prompt is a user's turn and the answer is generated.
 """
 
 import argparse
@@ -23,7 +26,7 @@ from pod import eviction as methods
 from pod.cache import PodCache
 from pod.evaluation.command import add_eviction
 from pod.evaluation.models import as_pod, asks_apart, load, read_context
-from pod.evaluation.runner import Request, question_tokens
+from pod.evaluation.runner import Request, as_chat, question_at, question_tokens, tokenise
 from pod.evaluation.texts import read_text
 from pod.terminal import exit_status
 from pod_kernels import Quantization
@@ -42,6 +45,7 @@ def generate(
     tau: float | None = None,
     quantization: Quantization | None = None,
     question: str = "",
+    raw: bool = False,
 ) -> str:
     """Stream a continuation to standard output, then print prompt length, tokens/s and cache bytes against dense.
 
@@ -54,6 +58,7 @@ def generate(
         eviction: which tokens the cache keeps; all when None.
         tau: gate from which layers that are no anchors leave distant tokens out, 0 to 1; the model's own when None.
         quantization: in how many bits the cache keeps values and distant keys; as they come when None.
+        raw: continue prompt and question as they are, where a chat template would make them a user's turn.
         question: follows the prompt; with a method of `query_aware=False` it is read after the prompt was evicted from.
 
     Returns:
@@ -78,10 +83,18 @@ def generate(
         )
     model, tokenizer = load(ckpt)
     model = as_pod(model)
-    request = Request("prompt", prompt + question, max_new_tokens, question_at=len(prompt))
-    inputs = tokenizer(request.text, return_tensors="pt", add_special_tokens=tokenizer.bos_token_id is not None)
-    length = inputs.input_ids.shape[1]
-    if length == 0:
+    is_chat = bool(tokenizer.chat_template) and not raw
+    text = as_chat(tokenizer, prompt + question) if is_chat else prompt + question
+    asked_at = question_at(text, question) if is_chat else len(prompt)
+    if asks_apart(eviction) and asked_at is None:
+        raise ValueError(
+            "query_aware=false: the chat template changes the question, so where it begins is not known; leave "
+            "query_aware out, or give the text with the template's marks to --raw"
+        )
+    request = Request("prompt", text, max_new_tokens, special_tokens=not is_chat, question_at=asked_at)
+    ids = torch.tensor([tokenise(tokenizer, text, request.special_tokens)], device=model.device, dtype=torch.long)
+    length = ids.shape[1]
+    if length == 0 or not prompt + question and is_chat:
         raise ValueError("the prompt is empty: give at least one token to continue")
     capacity = length + max_new_tokens
     cache = PodCache(model.config, max_length=capacity, eviction=eviction, tau=tau, quantization=quantization)
@@ -90,11 +103,10 @@ def generate(
     start = time.perf_counter()
     try:
         if asks_apart(eviction):
-            ids = inputs.input_ids.to(model.device)
             read_context(model, cache, ids, question_tokens(tokenizer, request, ids[0].tolist()))
         output = model.generate(
-            inputs.input_ids.to(model.device),
-            attention_mask=inputs.attention_mask.to(model.device),
+            ids,
+            attention_mask=torch.ones_like(ids),
             max_new_tokens=max_new_tokens,
             past_key_values=cache,
             streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
@@ -111,10 +123,11 @@ def generate(
     new = output[0, length:]
     config = model.config
     item = torch.finfo(model.dtype).bits // 8
+    in_chat = " in the chat template (--raw leaves it out)" if is_chat else ""
     dense = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * item * capacity
     print(
-        f"\nprompt {length} tokens, {len(new)} new in {seconds:.1f} s ({len(new) / seconds:.1f} tokens/s, prefill "
-        f"included)\ncache {cache.nbytes():,} bytes for {capacity} tokens, dense {dense:,} bytes: "
+        f"\nprompt {length} tokens{in_chat}, {len(new)} new in {seconds:.1f} s ({len(new) / seconds:.1f} tokens/s, "
+        f"prefill included)\ncache {cache.nbytes():,} bytes for {capacity} tokens, dense {dense:,} bytes: "
         f"{1 - cache.nbytes() / dense:.1%} saved"
     )
     proximal = config.sink_size + config.recent_size + cache.crop_slack
@@ -140,6 +153,9 @@ def main(arguments: list[str]) -> None:
         "--question",
         default="",
         help="text behind the prompt; with query_aware=false the prompt is evicted from before it",
+    )
+    parser.add_argument(
+        "--raw", action="store_true", help="continue the text as it is, without the tokenizer's chat template"
     )
     parser.add_argument("--max-new-tokens", type=int, default=128, help="at most so many (128)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (0)")
@@ -171,6 +187,7 @@ def main(arguments: list[str]) -> None:
             options.tau,
             quantization,
             options.question,
+            options.raw,
         )
 
 

@@ -60,6 +60,7 @@ from pod.data import summary
 from pod.data.chat import load_chat
 from pod.data.sampling import Plan, draw, split_documents, write_shard
 from pod.data.sources import DOCUMENT, LINES, Reading, Unit, find_units, load_tokenizer, read_unit
+from pod.extras import require
 
 SHOWN = 20  # bad lines printed; report.json has all
 
@@ -207,12 +208,14 @@ def prepare(
         ValueError: nothing readable in the input, or too little of it, none of it for training, a bad argument, an
             unknown tokenizer, a bad MDS shard, intervals that cannot give equal shares, another run at work on `out`,
             `out` inside a source or around it.
+        ImportError: matplotlib is not installed, or what reads the kind of file.
     """
     from pod.data.prepared import token_dtype
     from pod.data.sample_writer import SHARD_BYTES, SampleWriter, samples_of_a_shard
     from pod.files import write_text
 
     check_numbers(sequence_length, held_out, max_bad_share, num_proc, seed, sink_size, recent_size)
+    require("data", "matplotlib", what="pod.prepare")  # its picture comes last, and the work before it is long
     edges = length_intervals or None
     if edges and (min(edges) < 1 or edges != sorted(set(edges))):
         raise ValueError(f"--length-intervals {' '.join(map(str, edges))}: lengths in tokens, rising, at least 1")
@@ -473,7 +476,7 @@ def main(arguments: list[str] | None = None) -> int:
     options.pop("pack")
     try:
         report = prepare(options.pop("source"), **options)
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)  # as `pod.terminal`, without torch, which would delay --help
         return 2
     except KeyboardInterrupt:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from pod.extras import require
 from pod.files import replacing
 
 if TYPE_CHECKING:
@@ -136,6 +137,7 @@ def plot_similarity(similarity: Tensor, path: str | Path, blocks: LayerBlocks | 
 
     Raises:
         ValueError: `similarity` is not [H_kv, L, L], or `blocks` are of another shape.
+        ImportError: matplotlib is not installed.
     """
     if similarity.ndim != 3 or similarity.shape[1] != similarity.shape[2]:
         raise ValueError(f"similarity must be [H_kv, L, L], got {list(similarity.shape)}")
@@ -145,6 +147,7 @@ def plot_similarity(similarity: Tensor, path: str | Path, blocks: LayerBlocks | 
             f"blocks are for [layers, KV heads] = {list(blocks.anchors.shape)}, the similarity for "
             f"{[num_layers, num_heads]}"
         )
+    require("train", "matplotlib", what="a picture of the similarity")
     # Figure and canvas without pyplot: needs no display and leaves the caller's backend alone.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

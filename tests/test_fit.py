@@ -23,6 +23,7 @@ import lightning
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.callbacks import Timer
 from torch.utils.data import DataLoader
@@ -33,14 +34,15 @@ from pod.analyze import main as analyze_main
 from pod.blocks import LayerBlocks
 from pod.data.prepared import PreparedDataset
 from pod.data.sample_writer import SampleWriter
-from pod.export import export, load_checkpoint, measured, rebuild
-from pod.fit import StepsBar, fit, has_wandb_key, loggers, main
+from pod.export import card_metadata, export, load_checkpoint, measured, rebuild
+from pod.fit import main
 from pod.recipe.loading import load_recipe
 from pod.recipe.schema import RecipeError
 from pod.terminal import NOISE
 from pod.training.checkpoints import is_whole, last_checkpoint
 from pod.training.data import PodDataModule
 from pod.training.module import PodModule
+from pod.training.run import StepsBar, fit, has_wandb_key, loggers
 
 ROOT = Path(__file__).parent.parent
 CONFIG = {
@@ -59,6 +61,9 @@ CONFIG = {
     "eos_token_id": 1,
     "pad_token_id": 0,
 }
+# Of every model card.
+METADATA = {"library_name": "pod-attention", "pipeline_tag": "text-generation"}
+METADATA |= {"tags": ["pod", "kv-cache", "long-context"]}
 
 
 @pytest.fixture(scope="module")
@@ -436,7 +441,8 @@ def test_blocks_are_not_found_anew_by_other_rules(trained, prepared, tmp_path):
     ],
 )
 def test_ordinary_mistakes_end_with_one_line(prepared, tmp_path, overrides, message, capsys, monkeypatch):
-    monkeypatch.setattr("pod.fit.importlib.util.find_spec", lambda name: None)
+    for name in ("tensorboard", "tensorboardX"):
+        monkeypatch.setitem(sys.modules, name, None)
     assert main([f"recipe={recipe_file(tmp_path, prepared)}", *overrides]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("[transformers]")]
     assert line.startswith(f"error: {message}") and len(line) < 900
@@ -677,6 +683,12 @@ def test_export_gives_the_trained_logits_and_fit_adapts_from_it(trained, prepare
     with pytest.raises(ValueError, match="--force"):
         export(trained, tmp_path / "base")
 
+    card = ModelCard.load(out / "README.md")
+    assert card.data.to_dict() == METADATA  # from scratch: nobody's license
+    assert f'from_pretrained("{out}")' in card.text and "import pod" not in card.text
+    card.data.license, card.data.base_model = "apache-2.0", "someone/original"
+    card.save(out / "README.md")
+
     fit(load_recipe([f"recipe={recipe_file(tmp_path, prepared, base=out)}", "trainer.max_steps=2"]))
     run = tmp_path / "run"
     for name in ("blocks.json", "similarity.safetensors", "similarity.png", "blocks.png"):
@@ -689,6 +701,10 @@ def test_export_gives_the_trained_logits_and_fit_adapts_from_it(trained, prepare
     assert text[0]["generated_text"].startswith("def main")
     card = (tmp_path / "pod" / "README.md").read_text()
     assert "import pod" in card and "layer   2:" in card
+    assert ModelCard(card).data.to_dict() == METADATA | {"license": "apache-2.0", "base_model": "someone/original"}
+    snippet = re.search(r"```python\n(.*?)```", card, re.DOTALL)[1]
+    done = subprocess.run([sys.executable, "-c", snippet], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]
     command = [sys.executable, "-m", "pod.generate", "--ckpt", str(tmp_path / "pod"), "--prompt", "def main" * 8]
     done = subprocess.run([*command, "--max-new-tokens", "4"], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -697,6 +713,29 @@ def test_export_gives_the_trained_logits_and_fit_adapts_from_it(trained, prepare
     assert done.returncode == 0, done.stderr[-2000:]
     skipped, decisions = re.search(r"tau 0.0: (\d+) of (\d+) decisions skipped", done.stdout).groups()
     assert skipped == decisions
+
+
+def test_the_card_of_a_hub_model_names_it_and_its_license(monkeypatch):
+    asked = []
+
+    def load(name, **_):
+        asked.append(name)
+        if name == "gated/model":
+            raise OSError("no network")
+        return ModelCard("---\nlicense: other\nlicense_name: house\nlicense_link: LICENSE\ntags: [x]\n---\n# x\n")
+
+    monkeypatch.setattr(ModelCard, "load", load)
+    license = {"license": "other", "license_name": "house", "license_link": "LICENSE"}
+    assert card_metadata("some/model").to_dict() == METADATA | license | {"base_model": "some/model"}
+    assert card_metadata("gated/model").to_dict() == METADATA | {"base_model": "gated/model"}
+    assert card_metadata(None).to_dict() == METADATA
+    assert asked == ["some/model", "gated/model"]
+
+
+def test_a_base_whose_card_is_broken_has_no_license(tmp_path):
+    for text in ("no metadata", "---\nlicense: [\n---\n"):
+        (tmp_path / "README.md").write_text(text)
+        assert card_metadata(str(tmp_path)).to_dict() == METADATA
 
 
 def test_cross_layer_attention_from_recipe_to_export(prepared, tmp_path):

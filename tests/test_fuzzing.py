@@ -13,10 +13,10 @@ from pod import eviction, prepare
 from pod.data import sources
 from pod.data.prepared import PreparedData, PreparedDataset
 from pod.data.sample_writer import SampleWriter
-from pod.fit import check_devices, check_logger
 from pod.recipe.loading import load_recipe, save
 from pod.recipe.schema import RecipeError
 from pod.training.plan import make_plan
+from pod.training.run import check_devices, check_logger
 
 ROOT = Path(__file__).parent.parent
 QUICK = settings(max_examples=120, deadline=None)

@@ -1,11 +1,14 @@
 """`python -m pod.generate`: options of the cache and of sampling, and what is refused."""
 
 import re
+import shutil
 
 import pytest
 from scripts import save, tiny_llama
+from transformers import AutoTokenizer
 
 import pod
+from pod import generate
 from pod.generate import main
 
 
@@ -63,3 +66,63 @@ def test_what_cannot_be_is_refused_in_one_line(exported, capsys, arguments, mess
     assert main(["--ckpt", exported, "--prompt", "abc", *arguments]) == 2
     line = capsys.readouterr().err.splitlines()[-1]  # after what transformers says of loading
     assert line.startswith("error: ") and message in line
+
+
+# A chat template
+
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</{{ m.role }}>{% endfor %}<assistant>"
+
+
+@pytest.fixture(scope="module")
+def chat(exported, tmp_path_factory):
+    """The same model beside a tokenizer with a chat template."""
+    folder = tmp_path_factory.mktemp("chat") / "model"
+    shutil.copytree(exported, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def printed(capsys, *arguments) -> tuple[str, str]:
+    assert main([*arguments, "--max-new-tokens", "5"]) == 0
+    text, _, rest = capsys.readouterr().out.partition("\nprompt ")
+    return text, rest
+
+
+def test_a_chat_template_is_applied_unless_the_prompt_is_raw(exported, chat, capsys):
+    text, rest = printed(capsys, "--ckpt", chat, "--prompt", "Who?")
+    written = "<user>Who?</user><assistant>"
+    assert rest.startswith(f"{len(written)} tokens in the chat template (--raw leaves it out), ")
+    by_hand, plain = printed(capsys, "--ckpt", chat, "--prompt", written, "--raw")
+    assert by_hand == text and plain.startswith(f"{len(written)} tokens, ")
+    raw, _ = printed(capsys, "--ckpt", chat, "--prompt", "Who?", "--raw")
+    without, plain = printed(capsys, "--ckpt", exported, "--prompt", "Who?")
+    assert raw == without and plain.startswith("4 tokens, ")
+
+
+def test_a_question_in_a_chat_template_is_read_apart(chat, capsys, monkeypatch):
+    apart = []
+    monkeypatch.setattr(generate, "read_context", lambda model, cache, ids, question: apart.append((ids, question)))
+    method = ["--eviction", "snapkv:budget=64,window=4,query_aware=false"]
+    printed(capsys, "--ckpt", chat, "--prompt", "Once upon a time. " * 9, "--question", "Who?", *method)
+    ((ids, question),) = apart
+    assert question == len("Who?</user><assistant>")
+    tokenizer = AutoTokenizer.from_pretrained(chat)
+    assert tokenizer.decode(ids[0, :-question]) == "<user>" + "Once upon a time. " * 9
+
+
+@pytest.mark.parametrize("template", [TEMPLATE.replace("| trim", "| upper"), TEMPLATE])
+def test_a_question_that_the_template_changes_cannot_be_told_apart(chat, tmp_path, capsys, template):
+    shutil.copytree(chat, tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    asked = ["--prompt", "Once upon a time. " * 9, "--question", "Who?" if template != TEMPLATE else " ", "--eviction"]
+    asked += ["snapkv:budget=64,window=4,query_aware=false"]
+    assert main(["--ckpt", str(tmp_path / "model"), *asked]) == 2
+    assert "error: query_aware=false: the chat template changes the question" in capsys.readouterr().err
+
+
+def test_an_empty_prompt_is_no_turn(chat, capsys):
+    assert main(["--ckpt", chat, "--prompt", ""]) == 2
+    assert "error: the prompt is empty" in capsys.readouterr().err

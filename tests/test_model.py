@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -1197,3 +1198,42 @@ def test_sliding_layers_in_a_config_json(tmp_path):
 @pytest.mark.parametrize("tau", [None, 0, 0.0, 0.7, 1, 1.0])
 def test_tau_may_be_a_whole_number(tau):
     assert pod.PodLlamaConfig(tau=tau).tau == tau
+
+
+# What transformers is told
+
+
+FLAGS = ("sdpa", "flash_attn", "flex_attn", "attention_backend")
+
+
+@pytest.mark.parametrize("family", CLASSES)
+def test_flags_say_what_a_model_does_not_do(family):
+    stock, model = tiny_model(family), converted(tiny_model(family))
+    for one in (model, model.model):
+        assert not any(getattr(one, f"_supports_{flag}") for flag in FLAGS) and not one._can_compile_fullgraph
+        assert not one._tp_plan and not one._pp_plan and not one.supports_tp_plan and not one.supports_pp_plan
+        assert not one.config.base_model_tp_plan and not one.config.base_model_pp_plan
+        assert one.config._attn_implementation == "eager"
+    assert stock._supports_sdpa and stock.config.base_model_tp_plan  # the family's own are as they were
+
+
+@pytest.mark.parametrize("name", ["sdpa", "flash_attention_2", "flex_attention"])
+def test_an_attention_implementation_says_that_it_has_no_effect(name, tmp_path):
+    model = converted(tiny_model("llama"))
+    model.save_pretrained(tmp_path)
+    message = f"attn_implementation='{name}' has no effect on PodLlamaForCausalLM, .*POD_ATTENTION_BACKEND"
+    with pytest.warns(UserWarning, match=message) as caught:
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=name).eval()
+    assert len([one for one in caught if "attn_implementation" in str(one.message)]) == 1
+    assert torch.equal(loaded(tokens(2, 9)).logits, model(tokens(2, 9)).logits)
+    with pytest.warns(UserWarning, match=message):
+        loaded.set_attn_implementation(name)
+    assert loaded.config._attn_implementation == "eager"
+
+
+def test_an_attention_implementation_that_is_none_says_nothing(tmp_path):
+    converted(tiny_model("llama")).save_pretrained(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+        AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")

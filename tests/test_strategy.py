@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import csv
-import importlib.util
 import json
 import math
 import os
@@ -31,13 +30,13 @@ import pod
 from pod.data.prepared import PreparedDataset, collate
 from pod.data.sample_writer import SampleWriter
 from pod.export import consolidated, rebuild
-from pod.fit import fit
 from pod.model.memory import Memory, Sharing
 from pod.model.sequence_parallel import SequenceGroup
 from pod.model.shape import Shape
 from pod.recipe.loading import load_recipe
 from pod.training.checkpoints import last_checkpoint, resume_from
 from pod.training.module import PodModule
+from pod.training.run import fit
 from pod.training.strategy import world_size_of
 
 ROOT = Path(__file__).parent.parent
@@ -540,14 +539,16 @@ def test_processes_that_form_no_groups():
 
 
 def test_deepspeed_is_missing(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="pip install 'deepspeed>="):
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    with pytest.raises(
+        ImportError, match=r"trainer.strategy=deepspeed needs deepspeed: pip install 'pod-attention\[train\]'"
+    ):
         pod.UlyssesDeepSpeedStrategy(2)
 
 
 @pytest.mark.slow
 def test_deepspeed_is_imported_when_a_strategy_is_made():
-    code = "import sys, pod.fit, pod; pod.UlyssesDeepSpeedStrategy; assert 'deepspeed' not in sys.modules"
+    code = "import sys, pod.training.run, pod; pod.UlyssesDeepSpeedStrategy; assert 'deepspeed' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 

@@ -13,8 +13,8 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 from pod.analyze import analyze
 from pod.data.sample_writer import SampleWriter
 from pod.export import export
-from pod.fit import check_data, fit
 from pod.recipe.loading import load_recipe
+from pod.training.run import check_data, fit
 
 
 def write(path, tokenizer="bytes", vocab_size=259):

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 
-from pod.blocks import LayerBlocks
+from pod.blocks import FIXED, LayerBlocks, whole_number
 from pod.cache.chain import ChainStorage
 from pod.cache.file import read_cache, write_cache
 from pod.cache.row_runs import RowRuns
@@ -27,7 +27,6 @@ from pod.cache.slots import SlotStorage
 from pod.cache.storage import Rotary, Storage, broken_off
 from pod.eviction import ChainPolicy, Eviction, Method, ReadSelector, hyper_parameters, of_hyper_parameters
 from pod.eviction.streaming import WindowAttention
-from pod.model.config import FIXED, whole_number
 from pod_kernels import Quantization, SkipStats
 
 

@@ -100,6 +100,7 @@ class SlotStorage(Storage):
             self.orders = tuple(order[:count] for order, count in zip(layout.orders, layout.num_anchors, strict=True))
         self.evicts_at_steps = self.policy is not None and method.when > 0 and method.query_aware
         most_own = config.sink_size + config.recent_size + (0 if self.evicts_at_steps else crop_slack)
+        self.leaves_scores = any(layout.score_heads)
         self._ring_size = config.recent_size + crop_slack
         self.headroom = Headroom(max_length, method.when if self.evicts_at_steps else 0, most_own)
         super().__init__(config, rows, method)
@@ -545,7 +546,7 @@ class SlotStorage(Storage):
         distant_keys = () if uses_scores else tuple(self._anchor_keys(unit) for unit in units[anchors:])
         common = {
             "positions": step.positions,
-            "scores": self._scores(q, known) if uses_scores else None,
+            "scores": self._scores(q, known) if uses_scores and self.leaves_scores else None,
             "score_heads": self.layout.score_heads[layer],
             "distant_keys": distant_keys,
             "scale": scale,

@@ -27,6 +27,8 @@ from typing import Any
 
 import numpy as np
 
+from pod.extras import require
+
 OPEN = {"gz": gzip.open, "bz2": bz2.open}
 ARRAY = "ndarray:uint32"
 
@@ -166,6 +168,7 @@ def _check(file: Path, data: np.ndarray, wanted: dict[str, Any]) -> None:
         if name in hashlib.algorithms_available:
             digest = hashlib.new(name)
         else:
+            require("data", "xxhash", what=f"{file}, whose checksum may be of {name},")
             import xxhash
 
             if name not in xxhash.algorithms_available:

@@ -27,6 +27,7 @@ import numpy as np
 
 from pod.data.chat import BadChat, load_chat, parse_chat
 from pod.data.mds import BadShard, Shard, read_index
+from pod.extras import require
 
 TEXT = (".txt", ".text", ".md", ".markdown", ".py")
 LINES = (".jsonl", ".jsonl.gz")
@@ -237,6 +238,7 @@ def read_parquet(file: str, column: str) -> Iterator[tuple[str, str]]:
     Raises:
         OSError: the file cannot be read, or not to its end.
     """
+    require("data", "pyarrow", what=file)
     import pyarrow
     from pyarrow import parquet, types
 

@@ -4,7 +4,7 @@
 
 A published number can only be compared with one computed the same way, so what those scripts do by accident is done
 here too, and each accident has a test. Two packages that they need are not needed here: ROUGE-L follows `rouge` 1.0.1
-and the edit similarity is difflib's. Chinese sets are cut into words by jieba (`pip install -e '.[chinese]'`),
+and the edit similarity is difflib's. Chinese sets are cut into words by jieba (`pip install 'pod-attention[eval]'`),
 or by any function that is passed as `segment`.
 """
 
@@ -16,6 +16,8 @@ from difflib import SequenceMatcher, get_close_matches
 from functools import partial
 
 import numpy as np
+
+from pod.extras import require
 
 Segment = Callable[[str], Sequence[str]]
 
@@ -147,13 +149,9 @@ def jieba_segment() -> Segment:
     Raises:
         ImportError: jieba is not installed.
     """
-    try:
-        import jieba
-    except ImportError as error:
-        raise ImportError(
-            "Chinese sets (multifieldqa_zh, dureader, vcsum) are scored on words cut by jieba, which is not installed: "
-            "pip install -e '.[chinese]', or leave these sets out"
-        ) from error
+    require("eval", "jieba", what="scoring Chinese sets (multifieldqa_zh, dureader, vcsum), whose words it cuts,")
+    import jieba
+
     return lambda text: list(jieba.cut(text, cut_all=False))
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pod.extras import require
 from pod.files import replacing, write_text
 
 if TYPE_CHECKING:
@@ -44,7 +45,12 @@ def table_of(records: Iterable[Mapping[str, Any]], columns: Mapping[str, tuple[s
 
 
 def figure(width: float, height: float) -> "Figure":
-    """An empty figure in inches, without pyplot: needs no display and leaves the caller's backend alone."""
+    """An empty figure in inches, without pyplot: needs no display and leaves the caller's backend alone.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    require("eval", "matplotlib", what="a picture")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

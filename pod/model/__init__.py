@@ -12,3 +12,5 @@ sequence_parallel.py  the exchange around attention: whole sequences of a rank's
 shape.py              a model's sizes from its config: parameters, FLOPs
 memory.py             what a training step and generating take of a GPU, by kind; the longest sample, the largest batch
 """
+
+from pod.model import families as families  # whoever imports a config of ours wants the Auto classes to know its model

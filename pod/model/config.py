@@ -4,19 +4,12 @@ A PoD config.json says all that is needed to rebuild the model: `anchors` (the b
 `share` and `tau`, beside the family's fields.
 """
 
-import operator
-from typing import Any
-
 from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig, MistralConfig, Phi3Config, Qwen2Config, Qwen3Config
 
-from pod.blocks import LayerBlocks
+from pod.blocks import FIXED, LayerBlocks
 
 SHARE_KINDS = ("scores", "keys", "kv", "window")
-
-# What layers are planned by and caches are laid out by: fixed from then on.
-FIXED = ("anchors", "sink_size", "recent_size", "share", "num_hidden_layers", "num_attention_heads")
-FIXED += ("num_key_value_heads", "head_dim")
 
 
 class PodConfigMixin:
@@ -32,6 +25,10 @@ class PodConfigMixin:
             pairs at all: window attention, with sinks unless sink_size is 0, in blocks of one layer.
         tau: gate from which a non-anchor layer skips distant values at decode; None never skips.
     """
+
+    # A tensor-parallel plan is a promise of the family's own layers: see `pod.model.decoder.Capabilities`.
+    base_model_tp_plan = None
+    base_model_pp_plan = None
 
     @property
     def blocks(self) -> LayerBlocks:
@@ -100,25 +97,6 @@ class PodConfigMixin:
         self.blocks.check(self.num_hidden_layers, self.num_key_value_heads)
         if self.share == "window" and not self.blocks.is_dense:
             raise ValueError("share='window' has no distant tokens to share: leave anchors out (blocks of one layer)")
-
-
-def whole_number(name: str, value: Any, what: str, least: int | None = None) -> int:
-    """The value as an integer.
-
-    Args:
-        name, what: which argument it is, and what that must be, for the error.
-        least: the smallest it may be; None: any.
-
-    Raises:
-        ValueError: it is none, or too small.
-    """
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = None
-    if number is None or isinstance(value, bool) or (least is not None and number < least):
-        raise ValueError(f"{name} must be {what}, a whole number; got {value!r}")
-    return number
 
 
 def check_sizes(sink_size: int, recent_size: int, share: str) -> None:

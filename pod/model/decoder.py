@@ -1,6 +1,7 @@
 """PoD models: the decoder stack and the causal LM of all families, mixed into the family's own classes."""
 
 import copy
+import warnings
 from contextlib import nullcontext
 
 import torch
@@ -9,8 +10,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
+from pod.blocks import FIXED, whole_number
 from pod.cache import PodCache
-from pod.model.config import FIXED, whole_number
 from pod.model.graph import StepGraphs, step_graphs
 from pod.model.inputs import (
     check_cache,
@@ -28,7 +29,35 @@ from pod.model.sequence_parallel import SequenceShard
 CHANGING_ROPES = ("dynamic", "longrope")  # kinds of RoPE scaling whose frequencies depend on the longest position
 
 
-class PodModel:
+class Capabilities:
+    """What transformers asks of a model beside its forward: here is the truth, whatever the family's classes say."""
+
+    # PoD's attention is its own: none of transformers' is dispatched to, and a cache that evicts breaks a graph.
+    _supports_sdpa = False
+    _supports_flash_attn = False
+    _supports_flex_attn = False
+    _supports_attention_backend = False
+    _can_compile_fullgraph = False
+    # The plans split projections over devices; anchors are handed on among a layer's KV heads as they are in one.
+    _tp_plan = None
+    _pp_plan = None
+
+    def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args, **kwargs) -> str:
+        """What transformers sets in the config: "eager", whatever is asked for, after a warning where that is more."""
+        if attn_implementation not in (None, "eager"):
+            warnings.warn(
+                f"attn_implementation={attn_implementation!r} has no effect on {type(self).__name__}, whose attention "
+                "is PoD's own: leave it out; the environment variable POD_ATTENTION_BACKEND chooses a backend",
+                stacklevel=2,
+            )
+        return "eager"
+
+    def set_attn_implementation(self, attn_implementation: str, *args, **kwargs) -> None:
+        """Changes nothing, and says so: see `_check_and_adjust_attn_implementation`."""
+        self._check_and_adjust_attn_implementation(attn_implementation)
+
+
+class PodModel(Capabilities):
     """The decoder stack; mixed into a family's base model.
 
     Class attributes:
@@ -222,7 +251,7 @@ class PodModel:
         return [*all_states, self.norm(states[0])]
 
 
-class PodForCausalLM:
+class PodForCausalLM(Capabilities):
     """What `generate` needs to know; mixed into a family's causal LM.
 
     Class attributes:

@@ -2,7 +2,7 @@
 
     recipe = load_recipe(["recipe=tiny", "trainer.max_steps=20", "model.config.hidden_size=64"])
 
-`recipe=` is the name of a file in the recipes folder (that of the repository, or $POD_RECIPES) or a path. Values are
+`recipe=` is the name of a file in the recipes folder (that of the library, or $POD_RECIPES) or a path. Values are
 YAML; `1e3` and `1_000` are fine where an int is meant. Whatever is wrong with a recipe is a RecipeError, whose message
 names the key, the value, and what to write instead.
 """
@@ -209,11 +209,12 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def _folder() -> Path:
-    """$POD_RECIPES, else the repository's recipes/, else recipes/ where the command runs."""
+    """$POD_RECIPES, else what the wheel brings, else a clone's recipes/, else recipes/ where the command runs."""
     if os.environ.get("POD_RECIPES"):
         return Path(os.environ["POD_RECIPES"])
-    beside = Path(__file__).resolve().parents[2] / "recipes"
-    return beside if beside.is_dir() else Path("recipes")
+    here = Path(__file__).resolve()
+    shipped = here.parent / "shipped"  # put there by setup.py
+    return next((folder for folder in (shipped, here.parents[2] / "recipes") if folder.is_dir()), Path("recipes"))
 
 
 def _recipe_files() -> dict[str, Path]:

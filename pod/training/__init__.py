@@ -1,5 +1,6 @@
 """Training: the LightningModule and what it is given.
 
+run.py          fit: a recipe checked, and given to Lightning's Trainer
 module.py       PodModule: one step of learning
 loss.py         next-token loss, and a teacher's, in chunks of the sequence
 data.py         PodDataModule: batches, and the position that a resumed run goes on from

@@ -4,13 +4,13 @@ A matrix W [out, in] with an adapter of rank r gives W x + alpha / r * B A x, wh
 trained; B begins at 0, so training begins at the frozen model. peft is imported only where adapters are used.
 """
 
-import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
+from pod.extras import require
 from pod.recipe.sections import LORA_TARGETS
 
 _ADAPTER = "default"  # peft's name of it
@@ -29,11 +29,11 @@ def add_adapters(model: nn.Module, rank: int, alpha: float, dropout: float, targ
         targets: of `LORA_TARGETS`.
 
     Raises:
-        ValueError: peft is not installed, a number out of its range, an unknown target, or one that the family joins
-            with others in one matrix.
+        ImportError: peft is not installed.
+        ValueError: a number out of its range, an unknown target, or one that the family joins with others in one
+            matrix.
     """
-    if importlib.util.find_spec("peft") is None:
-        raise ValueError("lora.rank needs the package peft: pip install -e '.[lora]'")
+    require("lora", "peft", what="lora.rank")
     if rank < 1 or not alpha > 0 or not 0 <= dropout < 1:
         raise ValueError(f"LoRA needs rank >= 1, alpha > 0, dropout in [0, 1); got {rank}, {alpha:g}, {dropout:g}")
     unknown = [target for target in targets if target not in LORA_TARGETS]

@@ -8,7 +8,6 @@ strategy is made.
 
 import atexit
 import gc
-import importlib.util
 import json
 import os
 import shutil
@@ -29,6 +28,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.strategies.deepspeed import remove_module_hooks
 from torch import Tensor, nn
 
+from pod.extras import require
 from pod.model.layer import PodAttention, PodDecoderLayer
 from pod.model.sequence_parallel import SequenceGroup
 
@@ -74,7 +74,8 @@ class UlyssesDeepSpeedStrategy(DeepSpeedStrategy):
             `configure_model`.
 
     Raises:
-        ValueError: deepspeed is not installed, P < 1, or the processes are no multiple of P (when the Trainer is made).
+        ImportError: deepspeed is not installed.
+        ValueError: P < 1, or the processes are no multiple of P (when the Trainer is made).
     """
 
     def __init__(
@@ -85,8 +86,7 @@ class UlyssesDeepSpeedStrategy(DeepSpeedStrategy):
         timeout: timedelta = timedelta(hours=2),
         **settings: Any,
     ) -> None:
-        if importlib.util.find_spec("deepspeed") is None:
-            raise ValueError("strategy deepspeed needs the package deepspeed: pip install 'deepspeed>=0.18.2'")
+        require("train", "accelerate", "deepspeed", what="trainer.strategy=deepspeed")
         if sequence_parallel_size < 1:
             raise ValueError(f"sequence_parallel_size must be at least 1, got {sequence_parallel_size}")
         super().__init__(

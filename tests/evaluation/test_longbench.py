@@ -430,7 +430,7 @@ def test_the_script_says_what_is_wrong(ckpt, tmp_path, capsys, monkeypatch):
         (arguments(ckpt, data, out, "--tasks", "hotpot"), "did you mean hotpotqa"),
         (arguments(ckpt, data, out, "--tasks", "trec"), "neither trec.jsonl"),
         (arguments(tmp_path, data, out, "--tasks", "hotpotqa"), "no model and tokenizer can be loaded"),
-        (arguments(ckpt, data, tmp_path / "zh", "--tasks", "dureader"), "'.[chinese]'"),
+        (arguments(ckpt, data, tmp_path / "zh", "--tasks", "dureader"), "pip install 'pod-attention[eval]'"),
         (arguments(ckpt, data, tmp_path / "none", "--tasks", "hotpotqa", "--limit", "0"), "at least 1 sample"),
     ]
     for given, message in cases:
