@@ -176,7 +176,7 @@ def slot_attention(
         # One query reads slots and chunk in place. For many, one product over both is worth the copy.
         keys, values = ((torch.cat(list(pieces), dim=2),) for pieces in (keys, values))
     if count > 1 and not anchors and window is None and capped[0] is None and runs_triton(q):
-        from pod_kernels.column_sums import chunk_attention  # imports triton
+        from pod_kernels.triton.column_sums import chunk_attention  # imports triton
 
         counts = is_real.sum(dim=1)
         out, sums = chunk_attention(

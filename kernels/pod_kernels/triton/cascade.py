@@ -1,7 +1,6 @@
-"""Triton kernels of a store of fixed slots: a decoded token's place in a cascade, the scores, and the token itself.
+"""Triton kernels of a cascade: a decoded token's place in the sub-caches, and the scores.
 
-Legend: B rows, H_kv KV heads, A anchor heads of the layer (stored first), S = H_kv - A the others, G query heads per KV
-head, D head dimension, P slots, F of them in use.
+Legend: B rows, A KV heads that decide, G query heads per KV head, P slots, F of them in use.
 
 What is stored equals, bit for bit, what the torch path stores. Imports triton, so it is imported only where
 `dispatch.runs_triton` says so.
@@ -170,85 +169,3 @@ def average(scores: Tensor, sums: Tensor, factors: Tensor, head_reduction: str) 
         enable_fp_fusion=False,  # two roundings, as torch does it
     )
     return new_scores
-
-
-@triton.jit
-def _append_slots(
-    k,
-    v,
-    keys,
-    values,
-    own,
-    positions,
-    slots,
-    units,
-    anchors,
-    batch,
-    places,
-    own_places,
-    sinks,
-    DIM: tl.constexpr,
-    OWN_BY_SLOT: tl.constexpr,
-    DIM_2: tl.constexpr,
-):
-    """Grid (B, H_kv)."""
-    row = tl.program_id(0).to(tl.int64)
-    place = tl.program_id(1)
-    dim = tl.arange(0, DIM_2)
-    position = tl.load(positions + row)
-    slot = tl.load(slots + tl.load(units + place) * batch + row)
-    taken = dim < tl.where(slot >= 0, DIM, 0)
-    unit = place * batch + row
-    key = tl.load(k + unit * DIM + dim, mask=taken)
-    value = tl.load(v + unit * DIM + dim, mask=taken)
-    tl.store(values + (unit * places + slot) * DIM + dim, value, mask=taken)
-    if place < anchors:
-        tl.store(keys + (unit * places + slot) * DIM + dim, key, mask=taken)
-    else:
-        if not OWN_BY_SLOT:
-            slot = tl.where(position < sinks, position, sinks + (position - sinks) % (own_places - sinks))
-        tl.store(own + ((unit - anchors * batch) * own_places + slot) * DIM + dim, key, mask=taken)
-
-
-def append_slots(
-    keys: Tensor,
-    values: Tensor,
-    own: Tensor,
-    k: Tensor,
-    v: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    units: Tensor,
-    sink_size: int,
-    own_by_slot: bool,
-) -> None:
-    """Store one token of each row in all heads of a layer with fixed slots.
-
-    Args:
-        keys, values, own: [A, B, P, D], [H_kv, B, P, D], [S, B, R, D] in storage order.
-        k, v: [H_kv, B, 1, D] in storage order.
-        positions: [B, 1] int64.
-        slots: [U, B, 1] int64 of all units' new tokens, -1 for nowhere.
-        units: [H_kv] int64, the unit of each of the layer's heads, in storage order.
-        sink_size: sinks of the own keys, for which a ring follows.
-        own_by_slot: own keys lie in the slots of the values instead.
-    """
-    kv_heads, batch, _, dim = v.shape
-    _append_slots[(batch, kv_heads)](
-        k.contiguous(),
-        v.contiguous(),
-        keys,
-        values,
-        own,
-        positions.contiguous(),
-        slots,
-        units,
-        len(keys),
-        batch,
-        values.shape[2],
-        own.shape[2],
-        sink_size,
-        DIM=dim,
-        OWN_BY_SLOT=own_by_slot,
-        DIM_2=triton.next_power_of_2(dim),
-    )
