@@ -572,7 +572,7 @@ def test_every_kernel_compiles_for_a_gpu():
     # What another one calls is compiled with that.
     calls = "".join(source.split("):", 1)[1] for source in sources.values())
     kernels = {name for name in sources if not re.search(rf"\b{name}\(", calls)}
-    assert len(kernels) >= 10 and kernels == set(done.stdout.split())
+    assert "_attend" in kernels and kernels == set(done.stdout.split())
 
 
 @pytest.mark.gpu
