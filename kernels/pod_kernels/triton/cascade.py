@@ -25,23 +25,13 @@ def _entries(level, size, budget, count):
 
 
 @triton.jit
-def _insert(
-    held,
-    scores,
-    rings,
-    new_scores,
-    positions,
-    slots,
-    batch,
-    sinks,
-    budget,
-    size,
-    LEVELS: tl.constexpr,
-):
+def _insert(held, scores, rings, new_scores, positions, slots, sizes, LEVELS: tl.constexpr):
     """Grid (A, B): one token into one chain of sub-caches."""
     row = tl.program_id(1)
-    unit = tl.program_id(0).to(tl.int64) * batch + row
+    sinks, budget, size = sizes
+    unit = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + row
     position = tl.load(positions + row)
+    scores += unit * (sinks + budget + 1)
     held += unit * (sinks + budget + 1)
     rings += unit * LEVELS * (size + 1)
     slot = position
@@ -63,9 +53,7 @@ def _insert(
                 else:
                     last = tl.load(ring + (old - 1) % size)
                     # Of equals the later one stays.
-                    wins = tl.load(scores + unit * (newest + 1) + offered) >= tl.load(
-                        scores + unit * (newest + 1) + last
-                    )
+                    wins = tl.load(scores + offered) >= tl.load(scores + last)
                     tl.store(ring + (old - 1) % size, tl.where(wins, offered, last))
                     dropped = tl.where(wins, last, offered)
                     offered = nobody
@@ -77,7 +65,7 @@ def _insert(
     if position >= 0:
         tl.store(held + slot, position)
         if new_scores is not None:
-            tl.store(scores + unit * (sinks + budget + 1) + slot, tl.load(new_scores + unit))
+            tl.store(scores + slot, tl.load(new_scores + unit))
 
 
 def insert(state: CascadeState, cascades: Cascades, positions: Tensor, scores: Tensor | None) -> Tensor:
@@ -92,39 +80,20 @@ def insert(state: CascadeState, cascades: Cascades, positions: Tensor, scores: T
     """
     heads, batch = state.positions.shape[:2]
     slots = torch.empty(heads, batch, 1, dtype=torch.long, device=positions.device)
-    _insert[(heads, batch)](
-        state.positions,
-        slots if state.scores is None else state.scores,
-        state.rings,
-        None if state.scores is None else scores.contiguous(),
-        positions.contiguous(),
-        slots,
-        batch,
-        cascades.sinks,
-        cascades.budget,
-        cascades.size,
-        LEVELS=cascades.num_cascades,
-        num_warps=1,
+    known = (slots, None) if state.scores is None else (state.scores, scores.contiguous())
+    sizes, levels = (cascades.sinks, cascades.budget, cascades.size), cascades.num_cascades
+    _insert[heads, batch](
+        state.positions, known[0], state.rings, known[1], positions.contiguous(), slots, sizes, levels, num_warps=1
     )
     return slots
 
 
 @triton.jit
-def _average(
-    scores,
-    sums,
-    factors,
-    new_scores,
-    slots,
-    used,
-    factor_row,
-    GROUPS: tl.constexpr,
-    IS_MAX: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _average(scores, sums, factors, new_scores, sizes, GROUPS: tl.constexpr, IS_MAX: tl.constexpr, BLOCK: tl.constexpr):
     """Grid (A, B, tiles of the slots in use and the new token)."""
     row = tl.program_id(1)
     unit = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + row
+    slots, used, factor_row = sizes
     column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     inside = column <= used
     sums += unit * GROUPS * (used + 1)
@@ -155,17 +124,9 @@ def average(scores: Tensor, sums: Tensor, factors: Tensor, head_reduction: str) 
     """
     heads, batch, groups, width = sums.shape
     new_scores = torch.empty(heads, batch, 1, dtype=torch.float32, device=sums.device)
-    _average[(heads, batch, triton.cdiv(width, BLOCK))](
-        scores,
-        sums.contiguous(),
-        factors,
-        new_scores,
-        scores.shape[2] - 1,
-        width - 1,
-        0 if len(factors) == 1 else 1,
-        GROUPS=groups,
-        IS_MAX=head_reduction == "max",
-        BLOCK=BLOCK,
+    sizes, is_max = (scores.shape[2] - 1, width - 1, 0 if len(factors) == 1 else 1), head_reduction == "max"
+    _average[heads, batch, triton.cdiv(width, BLOCK)](
+        scores, sums.contiguous(), factors, new_scores, sizes, groups, is_max, BLOCK,
         enable_fp_fusion=False,  # two roundings, as torch does it
-    )
+    )  # fmt: skip
     return new_scores

@@ -179,19 +179,15 @@ def _distant(
 
 @triton.jit
 def _attend(
-    q,
-    far,
+    queries,
     keys,
     values,
     held,
     near,
     scores,
     weights,
-    counts,
     parts,
-    positions,
-    order,
-    capacities,
+    rows,
     firsts,
     sizes,
     ROLE: tl.constexpr,
@@ -199,6 +195,8 @@ def _attend(
 ):
     """Grid (B, heads of this launch, the parts; in phase 2 the distant ones alone)."""
     row, index, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    q, far = queries
+    positions, order, capacities = rows
     first_place, first_key, first_held, anchors = firsts
     sinks, recent, _, tau = sizes
     if ROLE.phase == 2:
@@ -228,7 +226,7 @@ def _attend(
         skips = tl.arange(0, CUT.lanes) < 0
         if ROLE.phase == 2:
             distant = tl.maximum(at + 1 - recent - sinks, 0)
-            skips, skipped = _skips(parts[1], counts, unit, split, distant, tau, ROLE, CUT)
+            skips, skipped = _skips(parts[1], parts[2], unit, split, distant, tau, ROLE, CUT)
             stop = tl.where(skipped == CUT.groups, start, stop)
         left = scores
         if scores is not None:
@@ -328,19 +326,15 @@ def cached_decode(asked: "_Asked") -> tuple[Tensor, Tensor, Tensor, Tensor | Non
         from_keys = run.keys is not None and phase != VALUES
         role = Role(is_anchor, from_keys, table is not None, phase, 0 if is_anchor else cut.near_splits)
         _attend[batch, run.count, cut.splits - role.near_splits if phase == VALUES else cut.splits](
-            q,
-            q if is_anchor else far,
+            (q, q if is_anchor else far),
             segments_of(run.keys or layer.values),
             segments_of(layer.values),
             segments_of(run.held or layer.values),
             near,
             workspace if score_mask or not from_keys else None,
             (weights, weights.shape[-1]) if is_anchor and weights is not None else None,
-            counts,
-            (split.sums, split.numbers),
-            positions,
-            layer.index,
-            layer.values.capacities,
+            (split.sums, split.numbers, counts),
+            (positions, layer.index, layer.values.capacities),
             (run.first, run.first_key, run.first_held, anchors),
             sizes,
             ROLE=role,

@@ -18,7 +18,7 @@ from pod_kernels.triton.splits import Parts, asked_at, leave
 
 @triton.jit
 def _keys(
-    keys, new_keys, turns, place, row, base, new, slot, in_slots, is_new, CUT: tl.constexpr, HALF_2: tl.constexpr
+    keys, new_keys, turns, place, row, base, new_at, slot, in_slots, is_new, CUT: tl.constexpr, HALF_2: tl.constexpr
 ):
     """Both halves of a tile's keys: those in slots turned to their places, the new token's as it is."""
     half: tl.constexpr = CUT.dim // 2
@@ -33,7 +33,7 @@ def _keys(
         first, second = first_key.to(tl.float32), second_key.to(tl.float32)
         first_key = (first * cosine - second * sine).to(keys.dtype.element_ty)
         second_key = (second * cosine + first * sine).to(keys.dtype.element_ty)
-    new_at = new + slot * 0
+    new_at += slot * 0
     first_key += vectors(new_keys, new_at, is_new, half, HALF_2)
     second_key += vectors(new_keys, new_at + half, is_new, half, HALF_2)
     return first_key, second_key
@@ -41,36 +41,22 @@ def _keys(
 
 @triton.jit
 def _attend_slots(
-    q,
-    keys,
-    values,
-    new_keys,
-    new_values,
-    turns,
-    window,
-    logits,
-    kept,
-    positions,
-    parts,
-    first_place,
-    places,
-    used,
-    scale,
-    FROM_KEYS: tl.constexpr,
-    CUT: tl.constexpr,
-    HALF_2: tl.constexpr,
+    q, keys, values, new, turns, window, logits, rows, parts, sizes, scale, CUT: tl.constexpr, HALF_2: tl.constexpr
 ):
     """Grid (B, heads of this launch, the parts): fixed slots, and behind them the new token, which has no slot yet."""
     row, index, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    new_keys, new_values = new
+    positions, kept, kept_row = rows
+    first_place, places, used = sizes
     half: tl.constexpr = CUT.dim // 2
     batch, place = tl.num_programs(0), first_place + index
     lane = tl.arange(0, CUT.lanes)
     is_lane = lane < CUT.groups
     at = tl.load(positions + row).to(tl.int32)
-    here = tl.where(at >= 0, tl.load(kept[0] + row * kept[1]).to(tl.int32), 0)
+    here = tl.where(at >= 0, tl.load(kept + row * kept_row).to(tl.int32), 0)
     own = tl.where(at >= 0, used, -1)  # a padded row sees nothing
     unit, head = row * CUT.kv_heads + place, place * batch + row
-    base, new = head * places, head * CUT.dim
+    base, new_at = head * places, head * CUT.dim
     if logits is not None:
         logits += (index * batch + row) * CUT.groups * (used + 1)
     first_at = asked_at(row, place, CUT)
@@ -90,9 +76,9 @@ def _attend_slots(
         seen = (in_slots | is_new)[None, :]
         logits_at = lane[:, None] * (used + 1) + slot[None, :]
         inside = is_lane[:, None] & (slot < last)[None, :]
-        if FROM_KEYS:
+        if keys is not None:
             first_key, second_key = _keys(
-                keys, new_keys, turns, place, row, base, new, slot, in_slots, is_new, CUT, HALF_2
+                keys, new_keys, turns, place, row, base, new_at, slot, in_slots, is_new, CUT, HALF_2
             )
             products = tl.dot(first_asked, tl.trans(first_key), input_precision="ieee")
             products = tl.dot(second_asked, tl.trans(second_key), products, input_precision="ieee") * scale
@@ -103,7 +89,7 @@ def _attend_slots(
             products = tl.load(logits + logits_at, mask=inside, other=float("-inf"))
             products = tl.where(seen, products, float("-inf"))
         value = vectors(values, (base + slot) * CUT.dim, in_slots, CUT.dim, CUT.dim_2)
-        value += vectors(new_values, new + slot * 0, is_new, CUT.dim, CUT.dim_2)
+        value += vectors(new_values, new_at + slot * 0, is_new, CUT.dim, CUT.dim_2)
         most, total, sums = gather(most, total, sums, products * LOG2_E, value)
     leave(parts, unit, split, most, total, total * 0.0, sums, True, True, CUT)
 
@@ -154,24 +140,16 @@ def slot_decode(
     keeps = return_logits or decay is not None
     logits = torch.empty(anchors, batch, groups, used + 1, dtype=torch.float32, device=q.device) if keeps else None
     turns = None if table is None else (ranks, *ranks.stride()[:2], *(part.contiguous() for part in table))
-    held = keys, values, new_keys.contiguous(), new_values.contiguous(), turns
+    new = new_keys.contiguous(), new_values.contiguous()
     seen = None if window is None else (window, window.stride(0), sink_size, recent_size)
-    rows = (kept, 0 if len(kept) == 1 else 1), positions.contiguous(), (split.sums, split.numbers)
-    sizes = {"CUT": split.tiles, "HALF_2": triton.next_power_of_2(max(16, dim // 2)), "num_warps": 4, "num_stages": 2}
-    for first, count, products in ((0, anchors, logits), (anchors, kv_heads - anchors, shared_logits)):
+    rows, parts = (positions.contiguous(), kept, 0 if len(kept) == 1 else 1), (split.sums, split.numbers)
+    options = {"CUT": split.tiles, "HALF_2": triton.next_power_of_2(max(16, dim // 2)), "num_warps": 4, "num_stages": 2}
+    launches = (0, anchors, keys, logits), (anchors, kv_heads - anchors, None, shared_logits)
+    for first, count, read, products in launches:
         if count:
+            sizes = first, values.shape[2], used
             _attend_slots[batch, count, split.tiles.splits](
-                asked,
-                *held,
-                seen,
-                products,
-                *rows,
-                first,
-                values.shape[2],
-                used,
-                scale,
-                FROM_KEYS=first < anchors,
-                **sizes,
+                asked, read, values, new, turns, seen, products, rows, parts, sizes, scale, **options
             )
     out, lse, _ = split.merged(by_row, None)
     sums = None

@@ -19,46 +19,31 @@ BLOCK = 1024  # slots looked at together
 
 
 @triton.jit
-def _append(
-    k,
-    v,
-    keys,
-    values,
-    own,
-    positions,
-    order,
-    slots,
-    units,
-    anchors,
-    ring,
-    strides,
-    DIM: tl.constexpr,
-    OWN_BY_SLOT: tl.constexpr,
-    DIM_2: tl.constexpr,
-):
+def _append(new, keys, values, own, order, chosen, anchors, DIM: tl.constexpr, DIM_2: tl.constexpr):
     """Grid (B, H_kv): a token whose slot is known; own keys in sinks and a ring, or in the slots of the values."""
     batch, row, place = tl.num_programs(0), tl.program_id(0).to(tl.int64), tl.program_id(1)
-    own_places, sinks, ring_size = ring
+    k, v, positions, new_row, new_head = new
+    own_keys, own_places, sinks, ring = own
     kv_head = place
     if order is not None:
         kv_head = tl.load(order + place).to(tl.int32)
     position = tl.load(positions + row)
     slot = position
-    if slots is not None:
+    if chosen is not None:
+        slots, units = chosen
         slot = tl.load(slots + tl.load(units + place) * batch + row)
     dim = tl.arange(0, DIM_2)
     # A token may go nowhere, as of a row of which nothing but padding was seen.
     taken = dim < tl.where(slot >= 0, DIM, 0)
-    new = row * strides[0] + kv_head * strides[1] + dim
-    key = tl.load(k + new, mask=taken)
-    value = tl.load(v + new, mask=taken)
+    new_at = row * new_row + kv_head * new_head + dim
+    key, value = tl.load(k + new_at, mask=taken), tl.load(v + new_at, mask=taken)
     tl.store(values[0] + (begin(values, row, place) + slot) * DIM + dim, value, mask=taken)
     if place < anchors:
         tl.store(keys[0] + (begin(keys, row, place) + slot) * DIM + dim, key, mask=taken)
     else:
-        if not OWN_BY_SLOT:
-            slot = tl.where(position < sinks, position, sinks + (position - sinks) % ring_size)
-        tl.store(own + (((place - anchors) * batch + row) * own_places + slot) * DIM + dim, key, mask=taken)
+        if ring is not None:
+            slot = tl.where(position < sinks, position, sinks + (position - sinks) % ring)
+        tl.store(own_keys + (((place - anchors) * batch + row) * own_places + slot) * DIM + dim, key, mask=taken)
 
 
 def append(layer: LayerSlots, k: Tensor, v: Tensor, positions: Tensor) -> None:
@@ -69,11 +54,11 @@ def append(layer: LayerSlots, k: Tensor, v: Tensor, positions: Tensor) -> None:
         positions: [B, 1] int64, -1 for padding.
     """
     batch, kv_heads, _, dim = v.shape
-    held = segments_of(layer.keys), segments_of(layer.values), layer.near_keys
-    ring = layer.near_keys.shape[2], layer.sink_size, layer.ring_size
-    k, v, sizes = k.contiguous(), v.contiguous(), {"DIM": dim, "DIM_2": triton.next_power_of_2(dim)}
-    where, strides = (positions.contiguous(), layer.index, None, None), (kv_heads * dim, dim)
-    _append[(batch, kv_heads)](k, v, *held, *where, layer.num_anchors, ring, strides, OWN_BY_SLOT=False, **sizes)
+    new = k.contiguous(), v.contiguous(), positions.contiguous(), kv_heads * dim, dim
+    held = segments_of(layer.keys), segments_of(layer.values)
+    own = layer.near_keys, layer.near_keys.shape[2], layer.sink_size, layer.ring_size
+    dims = dim, triton.next_power_of_2(dim)
+    _append[batch, kv_heads](new, *held, own, layer.index, None, layer.num_anchors, *dims)
 
 
 def append_slots(
@@ -100,11 +85,13 @@ def append_slots(
         own_by_slot: own keys lie in the slots of the values instead.
     """
     kv_heads, batch, _, dim = v.shape
+    new = k.contiguous(), v.contiguous(), positions.contiguous(), dim, batch * dim
     places = own.rectangle.shape[2]
-    held, ring = (segments_of(keys), segments_of(values), own.data), (places, sink_size, places - sink_size)
-    k, v, sizes = k.contiguous(), v.contiguous(), {"DIM": dim, "DIM_2": triton.next_power_of_2(dim)}
-    where, strides = (positions.contiguous(), None, slots, units), (dim, batch * dim)
-    _append[(batch, kv_heads)](k, v, *held, *where, len(keys.sizes), ring, strides, OWN_BY_SLOT=own_by_slot, **sizes)
+    ring = own.data, places, sink_size, None if own_by_slot else places - sink_size
+    dims = dim, triton.next_power_of_2(dim)
+    _append[batch, kv_heads](
+        new, segments_of(keys), segments_of(values), ring, None, (slots, units), len(keys.sizes), *dims
+    )
 
 
 @triton.jit
@@ -123,25 +110,13 @@ def _oldest(held, count, sinks, BLOCK: tl.constexpr):
 
 @triton.jit
 def _append_packed(
-    k,
-    v,
-    keys,
-    values,
-    held,
-    scores,
-    near,
-    positions,
-    slots,
-    found,
-    capacities,
-    anchors,
-    sinks,
-    DIM: tl.constexpr,
-    DIM_2: tl.constexpr,
-    BLOCK: tl.constexpr,
+    new, keys, values, held, table, near, found, sizes, DIM: tl.constexpr, DIM_2: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Grid (B, H_kv): an anchor's token takes the first empty slot, the others follow where theirs went."""
     batch, row, place = tl.num_programs(0), tl.program_id(0).to(tl.int64), tl.program_id(1)
+    k, v, positions = new
+    capacities, scores = table
+    anchors, sinks = sizes
     dim = tl.arange(0, DIM_2)
     taken = dim < DIM
     unit, other = place * batch + row, (place - anchors) * batch + row
@@ -157,7 +132,7 @@ def _append_packed(
             tl.store(scores + held_base + slot, 0.0)
         tl.store(keys[0] + (begin(keys, row, place) + slot) * DIM + dim, key, mask=taken)
     else:
-        near_keys, near_positions, near_slots, places = near
+        near_keys, near_positions, near_slots, places, slots = near
         slot = tl.load(slots + other)
         into = other * places + _oldest(near_positions + other * places, places, sinks, BLOCK)
         tl.store(near_positions + into, position)
@@ -190,20 +165,11 @@ def append_packed(
     """
     kv_heads, batch, _, dim = v.shape
     found = torch.empty(layer.num_anchors, batch, 1, dtype=torch.long, device=v.device)
-    _append_packed[(batch, kv_heads)](
-        k.contiguous(),
-        v.contiguous(),
-        *(segments_of(part) for part in (layer.keys, layer.values, layer.values if held is None else held)),
-        None if scores is None else scores.data,
-        (layer.near_keys, layer.near_positions, layer.near_slots, layer.near_keys.shape[2]),
-        positions.contiguous(),
-        found if slots is None else slots.contiguous(),
-        found,
-        layer.values.capacities,
-        layer.num_anchors,
-        layer.sink_size,
-        DIM=dim,
-        DIM_2=triton.next_power_of_2(dim),
-        BLOCK=BLOCK,
-    )
+    new = k.contiguous(), v.contiguous(), positions.contiguous()
+    parts = [segments_of(part) for part in (layer.keys, layer.values, layer.values if held is None else held)]
+    table = layer.values.capacities, None if scores is None else scores.data
+    near = layer.near_keys, layer.near_positions, layer.near_slots, layer.near_keys.shape[2]
+    near += (found if slots is None else slots.contiguous(),)
+    sizes, dims = (layer.num_anchors, layer.sink_size), (dim, triton.next_power_of_2(dim))
+    _append_packed[batch, kv_heads](new, *parts, table, near, found, sizes, *dims, BLOCK)
     return found
