@@ -13,7 +13,7 @@ so proximal and distant mean the same whether tokens were evicted or not.
 segments of one size at once.
 """
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -151,25 +151,9 @@ def cached_attention(
     Source:
         PoD (arXiv 2412.02252), Eq. 3, 4 and section 2.3; over the tokens that are kept.
     """
-    asked = _Asked(
-        q,
-        layer,
-        positions=positions,
-        table=table,
-        unused=unused,
-        sees_all=sees_all,
-        scores=scores,
-        score_heads=score_heads,
-        q_distant=q_distant,
-        distant_keys=distant_keys,
-        scale=scale,
-        masks=masks,
-        tau=tau,
-        stats=stats,
-        return_lse=return_lse,
-        return_gate=return_gate,
-        return_weights=return_weights,
-    )
+    read = positions, table, unused, sees_all, scores, score_heads, q_distant, distant_keys
+    options = scale, masks, tau, stats, return_lse, return_gate, return_weights
+    asked = _Asked(q, layer, *read, *options)
     if q.shape[2] == 1 and (runs_triton(q) if by_kernels is None else by_kernels):
         from pod_kernels.triton.decode import cached_decode  # imports triton
 
@@ -182,11 +166,10 @@ def cached_attention(
 
 @dataclass
 class _Asked:
-    """The arguments of `cached_attention`, where they are documented; `scale` and `masks` are never None."""
+    """The arguments of `cached_attention`, where they are documented, in its order; no `scale` or `masks` is None."""
 
     q: Tensor
     layer: LayerSlots
-    _: KW_ONLY
     positions: Tensor
     table: tuple[HeadOf, ...] | None = None
     unused: int = 0
@@ -251,7 +234,7 @@ class _Asked:
         logits = q.new_empty(*q.shape[:4], width + (not in_runs), dtype=torch.float32)
         if num_own:
             keys = layer.keys.view(piece._replace(heads=num_own))[:, :, :width]
-            _products(q[:num_own], keys, self.scale, logits[:num_own])
+            products(q[:num_own], keys, self.scale, logits[:num_own])
             for place, head in enumerate(layer.order[piece.head : first]):
                 if scores is not None and head in self.score_heads:
                     scores[head, rows, ..., part, :width] = logits[place, ..., :width]
@@ -263,9 +246,9 @@ class _Asked:
         for place in range(first, last) if scores is None else ():
             keys = _gathered((self.distant_keys[place - anchors],), piece)[:, :, :width]
             query = q_distant[place : place + 1, rows, :, part]
-            _products(query, keys, self.scale, logits[place - piece.head][None])
+            products(query, keys, self.scale, logits[place - piece.head][None])
         others = slice(first - anchors, last - anchors)
-        near = _products(q[num_own:], layer.near_keys[others, rows], self.scale)
+        near = products(q[num_own:], layer.near_keys[others, rows], self.scale)
         if in_runs:
             for position, place, run in layer.proximal_runs(width):
                 logits[num_own:, ..., position : position + run] = near[..., place : place + run]
@@ -376,7 +359,7 @@ def attention_weights(q: Tensor, keys: Tensor, key_positions: Tensor, positions:
         [A, B, G, T, N] float32, zero for a padded query and for keys that it does not see.
     """
     unseen = _hidden(positions, keys.shape[2], key_positions, {}, keep=False)
-    logits = _products(q, keys, scale).masked_fill_(unseen, LOWEST)
+    logits = products(q, keys, scale).masked_fill_(unseen, LOWEST)
     return torch.softmax(logits, dim=-1).masked_fill_(unseen, 0)
 
 
@@ -388,15 +371,13 @@ def _gathered(parts: tuple[HeadOf, ...], piece: Piece) -> Tensor:
     return torch.cat([other.view(piece._replace(head=head, heads=1)) for other, head in parts])
 
 
-def _products(queries: Tensor, keys: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
+def products(queries: Tensor, keys: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
     """[h, B, G, t, D] queries with [h, B, N, D] keys -> [h, B, G, t, N] float32 logits, the keys read in place.
 
     `out` [h, B, G, t, N or more] takes them in its first columns.
     """
-    products = (queries.flatten(2, 3) @ keys.transpose(2, 3)).unflatten(2, queries.shape[2:4])
-    if out is None:
-        return products.float().mul_(scale)
-    return torch.mul(products.float(), scale, out=out[..., : keys.shape[2]])
+    found = (queries.flatten(2, 3) @ keys.transpose(2, 3)).unflatten(2, queries.shape[2:4]).float()
+    return found.mul_(scale) if out is None else torch.mul(found, scale, out=out[..., : keys.shape[2]])
 
 
 def _hidden(positions: Tensor, width: int, held: Tensor | None, masks: Masks, keep: bool) -> Tensor:

@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pod_kernels.segments import HeadOf, Segments
+from pod_kernels.skipping import SkipStats
 from pod_kernels.triton.reading import begin, portion, segments_of, vectors
 from pod_kernels.triton.softmax import LOG2_E, gather, nothing, soften
 from pod_kernels.triton.splits import Parts, all_numbers, asked_at, leave
@@ -302,18 +303,15 @@ def cached_decode(asked: "_Asked") -> tuple[Tensor, Tensor, Tensor, Tensor | Non
     else:
         anchor_runs = head_runs(0, tuple((layer.keys, head) for head in range(anchors)), table[:anchors])
     skips = asked.tau is not None and bool(shared_runs)
-    counts = stats.counter(batch, kv_heads, device) if skips and stats is not None else None
-    if skips and counts is None:
-        counts = torch.zeros(batch, kv_heads, 4, dtype=torch.long, device=device)
+    counts = (stats or SkipStats()).counter(batch, kv_heads, device) if skips else None
     score_mask = sum(1 << head for head in asked.score_heads)
     if skips and scores is None:
         # The second launch reads what the first has multiplied.
         scores = torch.empty(kv_heads, batch, groups, 1, widest, dtype=torch.float32, device=device)
         score_mask = (1 << kv_heads) - 1
-    weights = None
-    if asked.return_weights:
-        width = max((max(sizes) for sizes in layer.keys.sizes), default=0)
-        weights = torch.full((anchors, batch, groups, width), -torch.inf, dtype=torch.float32, device=device)
+    weights = asked.no_weights()
+    if weights is not None:
+        weights.fill_(-torch.inf)
     far = q if asked.q_distant is None else asked.q_distant.contiguous()
     near = layer.near_keys, layer.near_positions, layer.near_slots, layer.near_keys.shape[2], layer.ring_size or 1
     sizes = layer.sink_size, layer.recent_size, float(asked.scale), float(asked.tau or 0)
@@ -350,7 +348,7 @@ def cached_decode(asked: "_Asked") -> tuple[Tensor, Tensor, Tensor, Tensor | Non
             launch(run, False, phase)
     out, lse, gate = split.merged(q, layer.index)
     if weights is not None:
-        anchor_lse = layer.stored(lse.view(batch, kv_heads, -1, 1).transpose(0, 1))[:anchors]
+        anchor_lse = asked.grouped(lse[..., None])[:anchors]
         # A padded row sees nothing: -inf - inf, and so weights of zero.
-        weights = weights.sub_(anchor_lse.masked_fill(anchor_lse == -torch.inf, torch.inf)).exp_()[..., None, :]
+        weights = weights.sub_(anchor_lse.masked_fill(anchor_lse == -torch.inf, torch.inf)).exp_()
     return out, lse, gate, weights
