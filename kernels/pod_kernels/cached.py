@@ -151,16 +151,17 @@ def cached_attention(
     Source:
         PoD (arXiv 2412.02252), Eq. 3, 4 and section 2.3; over the tokens that are kept.
     """
+    by_kernels = q.shape[2] == 1 and (runs_triton(q) if by_kernels is None else by_kernels)
+    is_plain = sees_all and layer.num_anchors == len(layer.order) and not (score_heads and scores is not None)
+    if is_plain and not (by_kernels or return_lse or return_gate or return_weights):
+        return _plain_attention(q, layer, unused, scale)
     read = positions, table, unused, sees_all, scores, score_heads, q_distant, distant_keys
     options = scale, masks, tau, stats, return_lse, return_gate, return_weights
     asked = _Asked(q, layer, *read, *options)
-    if q.shape[2] == 1 and (runs_triton(q) if by_kernels is None else by_kernels):
+    if by_kernels:
         from pod_kernels.triton.decode import cached_decode  # imports triton
 
         return asked.results(*cached_decode(asked))
-    is_plain = sees_all and layer.num_anchors == len(layer.order) and not (score_heads and scores is not None)
-    if is_plain and not (return_lse or return_gate or return_weights):
-        return _plain_attention(q, layer, unused, asked.scale)
     return asked.results(*_attend(asked))
 
 
@@ -330,7 +331,7 @@ def _attend(asked: _Asked) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor
     return *parts, weights
 
 
-def _plain_attention(q: Tensor, layer: LayerSlots, unused: int, scale: float) -> Tensor:
+def _plain_attention(q: Tensor, layer: LayerSlots, unused: int, scale: float | None) -> Tensor:
     """Of one query that sees all slots but the last ones, in a layer of anchors whose logits no other layer reads."""
     batch, _, _, dim = q.shape
     asked = q.view(batch, len(layer.order), -1, dim).transpose(0, 1)  # [H_kv, B, G, D]
