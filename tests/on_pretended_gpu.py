@@ -38,7 +38,7 @@ def kernels(monkeypatch):
     """Triton's kernels, in small tiles."""
     import pretended_triton
 
-    from pod_kernels import fused, splits
+    from pod_kernels.triton import fused, splits
 
     monkeypatch.setattr(splits, "BLOCK", 16)
     monkeypatch.setattr(splits, "SPLITS", 2)
@@ -285,4 +285,4 @@ def test_steps_over_fixed_slots_wait_for_nothing(method, backend, request):
             assert not waits(ids[:, step : step + 1], positions[:, -1:] + 1 + step)
 
     with_backend(backend, run)
-    assert ("_append_slots" in kernels) == (backend == "fused")
+    assert ("_append" in kernels) == (backend == "fused")

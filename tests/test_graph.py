@@ -12,7 +12,7 @@ from pod.eviction import H2O, AdaKV, PyramidKV, SageKV, SnapKV
 from pod.model import decoder as models
 from pod.model import graph
 
-splits = pytest.importorskip("pod_kernels.splits", reason="triton is not installed")
+splits = pytest.importorskip("pod_kernels.triton.splits", reason="triton is not installed")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 

@@ -6,12 +6,7 @@ reference.py           the eager truth of shared-score attention
 composed.py            the same from torch's flash attention pieces, with an exact backward
 pieces.py              the plan of those pieces: every pair once
 flash.py               one piece and its log-sum-exp: torch's flash attention, cuDNN's, or eager chunks
-fused.py               the same as one Triton operation over two sources of logits: launches
-fused_tiles.py         Triton: which tiles are visited, which need a mask, how one is read
-fused_forward.py       Triton: the forward kernel
-fused_backward.py      Triton: the backward kernels, of queries and of keys
-softmax.py             Triton: a step of the online softmax
-opaque.py              composed as one operation for torch.compile
+custom_ops.py          composed as one operation for torch.compile
 attention.py           shared_score_attention: chooses between them
 dispatch.py            which implementation runs, and which was measured to be the fastest
 segments.py            how a cache stores vectors: packed segments, rings, what is chosen of them
@@ -21,12 +16,7 @@ quantized.py           vectors in 8 or 4 bits: keys per channel, values per toke
 pages.py               pages of keys with their bounds, and attention to some pages only (Quest)
 slots.py               attention to a store of fixed slots and to a chunk, rotated by place or by position
 cascade.py             which token goes where in a cascading cache
-splits.py              Triton: one query's attention split among programs, and the merge
-decode.py              Triton: that of one query in each row over segments; early skip
-slot_decode.py         Triton: the same over fixed slots
-update.py              Triton: a decoded token into all heads of a layer
-slot_update.py         Triton: the same into fixed slots; a cascade's insertion and its scores
-column_sums.py         Triton: what each key receives from a chunk or from a prefill's last queries
+triton/                everything that imports triton: the same by kernels
 """
 
 from pod_kernels import reference

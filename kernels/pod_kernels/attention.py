@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor
 
-from pod_kernels import composed, opaque, reference
+from pod_kernels import composed, custom_ops, reference
 from pod_kernels.dispatch import resolve_backend, shape_class
 from pod_kernels.problem import Problem
 
 
 def _fused(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     try:
-        from pod_kernels import fused  # only here, since this imports triton
+        from pod_kernels.triton import fused  # only here, since this imports triton
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise
@@ -91,5 +91,5 @@ def shared_score_attention(
         t is not None and t.requires_grad for t in (q, k, v, q_distant, k_distant)
     )
     name = resolve_backend(backend, shape_class(q, "training" if training else "forward"))
-    attend = opaque.attend if name == "composed" and torch.compiler.is_compiling() else BACKENDS[name]
+    attend = custom_ops.attend if name == "composed" and torch.compiler.is_compiling() else BACKENDS[name]
     return problem.results(*attend(problem))

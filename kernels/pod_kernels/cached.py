@@ -30,31 +30,16 @@ LOWEST = torch.finfo(torch.float32).min
 Masks = dict[str | tuple[str, int], Tensor]  # masks and indices that all layers of one forward share
 
 
-def reference_cached_attention(
-    q: Tensor,
-    layer: LayerSlots,
-    *,
-    positions: Tensor,
-    table: tuple[HeadOf, ...] | None = None,
-    unused: int = 0,
-    sees_all: bool = False,
-    scores: Tensor | None = None,
-    score_heads: tuple[int, ...] = (),
-    q_distant: Tensor | None = None,
-    distant_keys: tuple[HeadOf, ...] = (),
-    scale: float | None = None,
-    tau: float | None = None,
-    stats: SkipStats | None = None,
-    return_lse: bool = False,
-    return_gate: bool = False,
-) -> Tensor | tuple[Tensor, ...]:
-    """The same as `cached_attention`, one row and one head at a time. See there for the arguments."""
-    batch, heads, count, dim = q.shape
+def reference_cached_attention(q: Tensor, layer: LayerSlots, **options) -> Tensor | tuple[Tensor, ...]:
+    """The same as `cached_attention`, one row and one head at a time. See there for the arguments (no `by_kernels`)."""
+    asked = _Asked(q, layer, **options)
+    positions, table, scores, scale = asked.positions, asked.table, asked.scores, asked.scale
+    batch, heads, count, _ = q.shape
     groups = heads // len(layer.order)
-    scale = dim**-0.5 if scale is None else scale
     out = torch.zeros_like(q)
     lse = torch.full((batch, heads, count), -torch.inf, device=q.device)
     gate = torch.ones(batch, heads, count, device=q.device)
+    anchor_weights = asked.no_weights()
 
     def stored(part: HeadOf, row: int) -> Tensor:
         segments, head = part
@@ -84,35 +69,31 @@ def reference_cached_attention(
                     slot_of = {held[slot]: index for index, slot in enumerate(seen)}
                     if shared < 0:
                         logits = stored((layer.keys, place), row)[seen].float() @ own * scale
-                        if scores is not None and kv_head in score_heads:
+                        if scores is not None and kv_head in asked.score_heads:
                             scores[kv_head, row, head % groups, query, seen] = logits
                     elif scores is not None:
                         logits = scores[kv_head, row, head % groups, query, seen].float().clone()
                     else:
-                        keys = stored(distant_keys[shared], row)[seen].float()
-                        logits = keys @ q_distant[row, head, query].float() * scale
+                        keys = stored(asked.distant_keys[shared], row)[seen].float()
+                        logits = keys @ asked.q_distant[row, head, query].float() * scale
                     near = [at < layer.sink_size or position - at < layer.recent_size for at in slot_of]
                     for at, key in own_keys(row, shared) if shared >= 0 else ():
                         if at in slot_of and near[slot_of[at]]:
                             logits[slot_of[at]] = key @ own * scale
                     weights = torch.softmax(logits, dim=0)
+                    if asked.return_weights and shared < 0:
+                        anchor_weights[place, row, head % groups, query, seen] = weights
                     lse[row, head, query] = torch.logsumexp(logits, dim=0)
                     is_distant = ~torch.tensor(near, dtype=torch.bool, device=q.device)
                     gate[row, head, query] = 1 - weights[is_distant].sum()
-                    if shared >= 0 and count == 1 and tau is not None:
-                        skips.append(bool(gate[row, head, query] >= tau))
+                    if shared >= 0 and count == 1 and asked.tau is not None:
+                        skips.append(bool(gate[row, head, query] >= asked.tau))
                         if skips[-1]:
                             weights = torch.softmax(logits.masked_fill(is_distant, -torch.inf), dim=0)
                     out[row, head, query] = (weights @ values[seen]).to(q.dtype)
-            if skips and stats is not None:
-                stats.add(skips, int(is_distant.sum()))
-    return _results(out, (lse, return_lse), (gate, return_gate))
-
-
-def _results(out: Tensor, *others: tuple[Tensor | None, bool]) -> Tensor | tuple[Tensor, ...]:
-    """`out`, and of the others those that are wanted."""
-    wanted = [tensor for tensor, is_wanted in others if is_wanted]
-    return (out, *wanted) if wanted else out
+            if skips and asked.stats is not None:
+                asked.stats.add(skips, int(is_distant.sum()))
+    return asked.results(out, lse, gate, anchor_weights)
 
 
 def cached_attention(
@@ -170,135 +151,73 @@ def cached_attention(
     Source:
         PoD (arXiv 2412.02252), Eq. 3, 4 and section 2.3; over the tokens that are kept.
     """
-    batch, heads, count, dim = q.shape
-    kv_heads, anchors = len(layer.order), layer.num_anchors
-    groups = heads // kv_heads
-    scale = dim**-0.5 if scale is None else scale
-    weights = None
-    if count == 1 and (runs_triton(q) if by_kernels is None else by_kernels):
-        from pod_kernels.decode import cached_decode  # imports triton
-
-        out, lse, gate, weights = cached_decode(
-            q,
-            layer,
-            positions=positions,
-            table=table,
-            scores=scores,
-            score_heads=score_heads,
-            q_distant=q_distant,
-            distant_keys=distant_keys,
-            scale=scale,
-            tau=tau,
-            stats=stats,
-            return_weights=return_weights,
-        )
-        return _results(out, (lse, return_lse), (gate, return_gate), (weights, return_weights))
-
-    is_plain = sees_all and anchors == kv_heads and not (score_heads and scores is not None)
-    if is_plain and not (return_lse or return_gate or return_weights):
+    by_kernels = q.shape[2] == 1 and (runs_triton(q) if by_kernels is None else by_kernels)
+    is_plain = sees_all and layer.num_anchors == len(layer.order) and not (score_heads and scores is not None)
+    if is_plain and not (by_kernels or return_lse or return_gate or return_weights):
         return _plain_attention(q, layer, unused, scale)
+    read = positions, table, unused, sees_all, scores, score_heads, q_distant, distant_keys
+    options = scale, masks, tau, stats, return_lse, return_gate, return_weights
+    asked = _Asked(q, layer, *read, *options)
+    if by_kernels:
+        from pod_kernels.triton.decode import cached_decode  # imports triton
 
-    def grouped(tensor: Tensor) -> Tensor:  # [B, H, T, D] -> [H_kv, B, G, T, D] in storage order
-        return layer.stored(tensor.view(batch, kv_heads, groups, count, dim).transpose(0, 1))
-
-    def by_head(tensor: Tensor) -> Tensor:  # [H_kv, B, G, T, ..] in storage order -> [B, H, T, ..]
-        return layer.by_head(tensor).transpose(0, 1).flatten(1, 2)
-
-    asked = _Asked(
-        layer,
-        grouped(q),
-        None if q_distant is None else grouped(q_distant),
-        positions,
-        scores,
-        score_heads,
-        distant_keys,
-        table is None,
-        scale,
-        {} if masks is None else masks,
-    )
-    out = torch.empty_like(asked.q)
-    lse, gate = (
-        q.new_empty(out.shape[:4], dtype=torch.float32) if wanted else None for wanted in (return_lse, return_gate)
-    )
-    if return_weights:
-        widest = max((max(head) for head in layer.keys.sizes), default=0)
-        weights = q.new_zeros(anchors, batch, groups, count, widest, dtype=torch.float32)
-    for piece in layer.values.pieces():
-        heads_here, rows = slice(piece.head, piece.head + piece.heads), slice(piece.row, piece.row + piece.rows)
-        num_own = min(max(anchors - piece.head, 0), piece.heads)  # anchor heads of this piece
-        # One query that sees all there is needs no index where its proximal keys lie in the runs of a ring.
-        in_runs = num_own == piece.heads or (sees_all and layer.near_positions is None)
-        width = piece.capacity - unused
-        values = layer.values.view(piece)[:, :, :width]
-        held = None
-        if table is not None and (return_gate or not sees_all):
-            held = pad(_gathered(table[heads_here], piece)[:, :, :width, 0], (0, 1), value=-1)
-        chunk = max(1, min(count, MAX_LOGITS // max(1, piece.heads * piece.rows * groups * width)))
-        for first in range(0, count, chunk):
-            part = slice(first, first + chunk)
-            here, at = (heads_here, rows, slice(None), part), positions[rows, part]
-            logits = asked.logits(piece, num_own, part, width, in_runs)
-            columns = logits.shape[-1]
-            seen = None if held is None else held[..., :columns]
-            if not sees_all:
-                logits.masked_fill_(_hidden(at, columns, seen, asked.masks, chunk == count), LOWEST)
-            if columns > width:
-                logits[..., width:].fill_(LOWEST)
-            softmax = torch.softmax(logits, dim=-1)
-            if tau is None or count > 1 or num_own == piece.heads:
-                attended = softmax[..., :width].to(values.dtype).flatten(2, 3) @ values
-            else:
-                attended = attend_skipping(logits[..., :width], values, at, layer, tau, stats)
-            attended, is_padding = attended.unflatten(2, (groups, -1)), (at < 0)[None, :, None]
-            out[here] = attended if sees_all else attended.masked_fill_(is_padding[..., None], 0)
-            if return_lse:
-                lse[here] = torch.logsumexp(logits, dim=-1).masked_fill(is_padding, -torch.inf)
-            if return_gate:
-                known = torch.arange(columns, device=q.device) if seen is None else seen[:, :, None, None]
-                is_distant = (known >= layer.sink_size) & (known <= at[:, None, :, None] - layer.recent_size)
-                gate[here] = 1 - (softmax * is_distant).sum(dim=-1)
-            if return_weights and num_own:
-                own = slice(piece.head, piece.head + num_own)
-                weights[own, rows, :, part, :width] = softmax[:num_own, ..., :width]
-    lse, gate = (tensor if tensor is None else by_head(tensor) for tensor in (lse, gate))
-    return _results(by_head(out), (lse, return_lse), (gate, return_gate), (weights, return_weights))
-
-
-def _plain_attention(q: Tensor, layer: LayerSlots, unused: int, scale: float) -> Tensor:
-    """Of one query that sees all slots but the last ones, in a layer of anchors whose logits no other layer reads."""
-    batch, _, _, dim = q.shape
-    asked = q.view(batch, len(layer.order), -1, dim)  # a KV head's query heads as that many queries
-    if layer.values.is_rectangle:
-        held = (part.rectangle[:, :, : part.rectangle.shape[2] - unused] for part in (layer.keys, layer.values))
-        out = scaled_dot_product_attention(asked, *(part.transpose(0, 1) for part in held), scale=scale)
-        return out.flatten(1, 2)[:, :, None]
-    out = torch.empty_like(asked)
-    for piece in layer.values.pieces():
-        here = slice(piece.row, piece.row + piece.rows), slice(piece.head, piece.head + piece.heads)
-        held = (part.view(piece)[:, :, : piece.capacity - unused] for part in (layer.keys, layer.values))
-        out[here] = scaled_dot_product_attention(asked[here], *(part.transpose(0, 1) for part in held), scale=scale)
-    return out.flatten(1, 2)[:, :, None]
+        return asked.results(*cached_decode(asked))
+    return asked.results(*_attend(asked))
 
 
 @dataclass
 class _Asked:
-    """What `cached_attention` is asked; q and q_distant [H_kv, B, G, T, D] in storage order."""
+    """The arguments of `cached_attention`, where they are documented, in its order; no `scale` or `masks` is None."""
 
-    layer: LayerSlots
     q: Tensor
-    q_distant: Tensor | None
+    layer: LayerSlots
     positions: Tensor
-    scores: Tensor | None
-    score_heads: tuple[int, ...]
-    distant_keys: tuple[HeadOf, ...]
-    is_in_order: bool  # slot = position, in all layers
-    scale: float
-    masks: Masks
+    table: tuple[HeadOf, ...] | None = None
+    unused: int = 0
+    sees_all: bool = False
+    scores: Tensor | None = None
+    score_heads: tuple[int, ...] = ()
+    q_distant: Tensor | None = None
+    distant_keys: tuple[HeadOf, ...] = ()
+    scale: float | None = None
+    masks: Masks | None = None
+    tau: float | None = None
+    stats: SkipStats | None = None
+    return_lse: bool = False
+    return_gate: bool = False
+    return_weights: bool = False
 
-    def logits(self, piece: Piece, num_own: int, part: slice, width: int, in_runs: bool) -> Tensor:
+    def __post_init__(self) -> None:
+        self.scale = self.q.shape[-1] ** -0.5 if self.scale is None else self.scale
+        self.masks = {} if self.masks is None else self.masks
+
+    def grouped(self, tensor: Tensor) -> Tensor:
+        """[B, H, T, D] -> [H_kv, B, G, T, D] in storage order."""
+        return self.layer.stored(tensor.unflatten(1, (len(self.layer.order), -1)).transpose(0, 1))
+
+    def no_weights(self) -> Tensor | None:
+        """[A, B, G, T, C] float32 zeros for the anchor heads' weights, where they are wanted."""
+        if not self.return_weights:
+            return None
+        batch, heads, count, _ = self.q.shape
+        widest = max((max(head) for head in self.layer.keys.sizes), default=0)
+        shape = self.layer.num_anchors, batch, heads // len(self.layer.order), count, widest
+        return self.q.new_zeros(shape, dtype=torch.float32)
+
+    def results(
+        self, out: Tensor, lse: Tensor | None, gate: Tensor | None, weights: Tensor | None
+    ) -> Tensor | tuple[Tensor, ...]:
+        """What the caller asked for, of what an implementation returned."""
+        wanted = [*[lse] * self.return_lse, *[gate] * self.return_gate, *[weights] * self.return_weights]
+        return (out, *wanted) if wanted else out
+
+    def logits(
+        self, q: Tensor, q_distant: Tensor | None, piece: Piece, num_own: int, part: slice, width: int, in_runs: bool
+    ) -> Tensor:
         """Logits of some queries in the first `width` slots of a piece, proximal ones and then the others in place.
 
         Args:
+            q, q_distant: [H_kv, B, G, T, D] in storage order.
             piece: of the values.
             num_own: how many of its heads, the first ones, are anchors.
             part: the queries.
@@ -312,11 +231,11 @@ class _Asked:
         layer, scores = self.layer, self.scores
         rows, anchors = slice(piece.row, piece.row + piece.rows), layer.num_anchors
         first, last = piece.head + num_own, piece.head + piece.heads  # of the other heads
-        q = self.q[piece.head : last, rows, :, part]
+        q = q[piece.head : last, rows, :, part]
         logits = q.new_empty(*q.shape[:4], width + (not in_runs), dtype=torch.float32)
         if num_own:
             keys = layer.keys.view(piece._replace(heads=num_own))[:, :, :width]
-            _products(q[:num_own], keys, self.scale, logits[:num_own])
+            products(q[:num_own], keys, self.scale, logits[:num_own])
             for place, head in enumerate(layer.order[piece.head : first]):
                 if scores is not None and head in self.score_heads:
                     scores[head, rows, ..., part, :width] = logits[place, ..., :width]
@@ -327,10 +246,10 @@ class _Asked:
             logits[num_own:, ..., :width] = scores[read, rows, ..., part, :width]
         for place in range(first, last) if scores is None else ():
             keys = _gathered((self.distant_keys[place - anchors],), piece)[:, :, :width]
-            query = self.q_distant[place : place + 1, rows, :, part]
-            _products(query, keys, self.scale, logits[place - piece.head][None])
+            query = q_distant[place : place + 1, rows, :, part]
+            products(query, keys, self.scale, logits[place - piece.head][None])
         others = slice(first - anchors, last - anchors)
-        near = _products(q[num_own:], layer.near_keys[others, rows], self.scale)
+        near = products(q[num_own:], layer.near_keys[others, rows], self.scale)
         if in_runs:
             for position, place, run in layer.proximal_runs(width):
                 logits[num_own:, ..., position : position + run] = near[..., place : place + run]
@@ -345,10 +264,11 @@ class _Asked:
         key, slots = layer.near_positions, layer.near_slots
         if key is None:
             key = slots = layer.ring_positions(self.positions[:, 0] + 1)[None]
-        is_common = self.is_in_order and at.shape == self.positions.shape
+        is_in_order = self.table is None  # slot = position, in all layers
+        is_common = is_in_order and at.shape == self.positions.shape
         if is_common and "index" in self.masks:
             return self.masks["index"]
-        if not self.is_in_order:
+        if not is_in_order:
             key, slots = key[others], slots[others]
         key, query = key[:, rows, None], at[..., None]
         is_proximal = (key < layer.sink_size) | (query - key < layer.recent_size)
@@ -357,6 +277,73 @@ class _Asked:
         if is_common:
             self.masks["index"] = index
         return index
+
+
+def _attend(asked: _Asked) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Segments of one size at once; lse, gate and weights where they are wanted."""
+    layer, positions, unused, sees_all = asked.layer, asked.positions, asked.unused, asked.sees_all
+    q, q_distant = (None if part is None else asked.grouped(part) for part in (asked.q, asked.q_distant))
+    groups, count = q.shape[2:4]
+    out, weights = torch.empty_like(q), asked.no_weights()
+    lse, gate = (
+        q.new_empty(out.shape[:4], dtype=torch.float32) if wanted else None
+        for wanted in (asked.return_lse, asked.return_gate)
+    )
+    for piece in layer.values.pieces():
+        heads_here, rows = slice(piece.head, piece.head + piece.heads), slice(piece.row, piece.row + piece.rows)
+        num_own = min(max(layer.num_anchors - piece.head, 0), piece.heads)  # anchor heads of this piece
+        # One query that sees all there is needs no index where its proximal keys lie in the runs of a ring.
+        in_runs = num_own == piece.heads or (sees_all and layer.near_positions is None)
+        width = piece.capacity - unused
+        values = layer.values.view(piece)[:, :, :width]
+        held = None
+        if asked.table is not None and (asked.return_gate or not sees_all):
+            held = pad(_gathered(asked.table[heads_here], piece)[:, :, :width, 0], (0, 1), value=-1)
+        chunk = max(1, min(count, MAX_LOGITS // max(1, piece.heads * piece.rows * groups * width)))
+        for first in range(0, count, chunk):
+            part = slice(first, first + chunk)
+            here, at = (heads_here, rows, slice(None), part), positions[rows, part]
+            logits = asked.logits(q, q_distant, piece, num_own, part, width, in_runs)
+            columns = logits.shape[-1]
+            seen = None if held is None else held[..., :columns]
+            if not sees_all:
+                logits.masked_fill_(_hidden(at, columns, seen, asked.masks, chunk == count), LOWEST)
+            if columns > width:
+                logits[..., width:].fill_(LOWEST)
+            softmax = torch.softmax(logits, dim=-1)
+            if asked.tau is None or count > 1 or num_own == piece.heads:
+                attended = softmax[..., :width].to(values.dtype).flatten(2, 3) @ values
+            else:
+                attended = attend_skipping(logits[..., :width], values, at, layer, asked.tau, asked.stats)
+            attended, is_padding = attended.unflatten(2, (groups, -1)), (at < 0)[None, :, None]
+            out[here] = attended if sees_all else attended.masked_fill_(is_padding[..., None], 0)
+            if asked.return_lse:
+                lse[here] = torch.logsumexp(logits, dim=-1).masked_fill(is_padding, -torch.inf)
+            if asked.return_gate:
+                known = torch.arange(columns, device=q.device) if seen is None else seen[:, :, None, None]
+                is_distant = (known >= layer.sink_size) & (known <= at[:, None, :, None] - layer.recent_size)
+                gate[here] = 1 - (softmax * is_distant).sum(dim=-1)
+            if asked.return_weights and num_own:
+                own = slice(piece.head, piece.head + num_own)
+                weights[own, rows, :, part, :width] = softmax[:num_own, ..., :width]
+    # [H_kv, B, G, T, ..] in storage order -> [B, H, T, ..]
+    parts = [None if part is None else layer.by_head(part).transpose(0, 1).flatten(1, 2) for part in (out, lse, gate)]
+    return *parts, weights
+
+
+def _plain_attention(q: Tensor, layer: LayerSlots, unused: int, scale: float | None) -> Tensor:
+    """Of one query that sees all slots but the last ones, in a layer of anchors whose logits no other layer reads."""
+    batch, _, _, dim = q.shape
+    asked = q.view(batch, len(layer.order), -1, dim).transpose(0, 1)  # [H_kv, B, G, D]
+    out = torch.empty_like(asked)
+    for piece in layer.values.pieces():
+        here = slice(piece.head, piece.head + piece.heads), slice(piece.row, piece.row + piece.rows)
+        held = (part.view(piece)[:, :, : piece.capacity - unused] for part in (layer.keys, layer.values))
+        # A KV head's query heads as that many queries.
+        states = (part.flatten(0, 1)[:, None] for part in (asked[here], *held))
+        attended = scaled_dot_product_attention(*states, scale=scale)
+        out[here] = attended[:, 0].unflatten(0, (piece.heads, piece.rows))
+    return out.transpose(0, 1).flatten(1, 2)[:, :, None]
 
 
 def attention_weights(q: Tensor, keys: Tensor, key_positions: Tensor, positions: Tensor, scale: float) -> Tensor:
@@ -373,7 +360,7 @@ def attention_weights(q: Tensor, keys: Tensor, key_positions: Tensor, positions:
         [A, B, G, T, N] float32, zero for a padded query and for keys that it does not see.
     """
     unseen = _hidden(positions, keys.shape[2], key_positions, {}, keep=False)
-    logits = _products(q, keys, scale).masked_fill_(unseen, LOWEST)
+    logits = products(q, keys, scale).masked_fill_(unseen, LOWEST)
     return torch.softmax(logits, dim=-1).masked_fill_(unseen, 0)
 
 
@@ -385,15 +372,13 @@ def _gathered(parts: tuple[HeadOf, ...], piece: Piece) -> Tensor:
     return torch.cat([other.view(piece._replace(head=head, heads=1)) for other, head in parts])
 
 
-def _products(queries: Tensor, keys: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
+def products(queries: Tensor, keys: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
     """[h, B, G, t, D] queries with [h, B, N, D] keys -> [h, B, G, t, N] float32 logits, the keys read in place.
 
     `out` [h, B, G, t, N or more] takes them in its first columns.
     """
-    products = (queries.flatten(2, 3) @ keys.transpose(2, 3)).unflatten(2, queries.shape[2:4])
-    if out is None:
-        return products.float().mul_(scale)
-    return torch.mul(products.float(), scale, out=out[..., : keys.shape[2]])
+    found = (queries.flatten(2, 3) @ keys.transpose(2, 3)).unflatten(2, queries.shape[2:4]).float()
+    return found.mul_(scale) if out is None else torch.mul(found, scale, out=out[..., : keys.shape[2]])
 
 
 def _hidden(positions: Tensor, width: int, held: Tensor | None, masks: Masks, keep: bool) -> Tensor:

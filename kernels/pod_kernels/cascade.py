@@ -212,16 +212,7 @@ class Plan:
         """The plan of the rows first .. last - 1."""
         part = slice(first, last)
         levels = [
-            LevelPlan(
-                newest=step.newest[part],
-                accepted=step.accepted[part],
-                challengers=None if step.challengers is None else step.challengers[part],
-                pushed=step.pushed[part],
-                pushed_old=step.pushed_old[part],
-                is_pushed=step.is_pushed[part],
-                kept=step.kept[part],
-                places=step.places[part],
-            )
+            LevelPlan(**{name: None if value is None else value[part] for name, value in vars(step).items()})
             for step in self.levels[: max(self.depths[part])]
         ]
         return Plan(self.tokens[part], self.empty[part], levels, self.depths[part])
@@ -259,14 +250,14 @@ class CascadeState:
 
     def part(self, heads: slice) -> "CascadeState":
         """Views of the state of some heads."""
-        return CascadeState(
-            self.positions[heads], None if self.scores is None else self.scores[heads], self.rings[heads]
-        )
+        return self._indexed(heads)
 
     def select(self, rows: Tensor) -> "CascadeState":
         """The state of the rows `rows` [n]."""
-        scores = None if self.scores is None else self.scores[:, rows]
-        return CascadeState(self.positions[:, rows], scores, self.rings[:, rows])
+        return self._indexed((slice(None), rows))
+
+    def _indexed(self, index: slice | tuple) -> "CascadeState":
+        return CascadeState(**{name: None if part is None else part[index] for name, part in vars(self).items()})
 
     def ranks(self, cascades: Cascades, ranks: Tensor) -> Tensor:
         """The place of each slot's token among the kept ones, oldest first.

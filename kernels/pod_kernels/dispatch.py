@@ -93,7 +93,7 @@ def resolve_backend(backend: str, shapes: ShapeClass | None = None) -> str:
     """
     source = "backend"
     if backend == "auto":
-        source, backend = VARIABLE, os.environ.get(VARIABLE) or "auto"
+        source, backend = VARIABLE, _wanted()
     if backend == "auto":
         return measured(shapes) or "composed"
     if backend not in NAMES:
@@ -102,6 +102,11 @@ def resolve_backend(backend: str, shapes: ShapeClass | None = None) -> str:
         hint = f"did you mean {closest[0]!r}? " if closest else ""
         raise ValueError(f"{source} {backend!r} does not exist: {hint}valid are {', '.join(map(repr, names))}")
     return backend
+
+
+def _wanted() -> str:
+    """What the environment variable names; "auto" where it is not set."""
+    return os.environ.get(VARIABLE) or "auto"
 
 
 def runs_triton(states: Tensor) -> bool:
@@ -122,7 +127,7 @@ def runs_triton(states: Tensor) -> bool:
     if resolve_backend("auto", shapes) != "fused":
         return False
     reason = _obstacle(states)
-    if reason and os.environ.get(VARIABLE) == "fused":
+    if reason and _wanted() == "fused":
         raise ValueError(f"{VARIABLE}=fused cannot run here: {reason}")
     return not reason
 

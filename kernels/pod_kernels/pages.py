@@ -10,6 +10,7 @@ positions, P pages, R positions that are read, D head dimension.
 import torch
 from torch import Tensor
 
+from pod_kernels.cached import products
 from pod_kernels.segments import HeadOf, LayerSlots
 
 
@@ -82,12 +83,9 @@ def paged_attention(
     def taken(vectors: Tensor, places: Tensor) -> Tensor:
         return vectors.gather(2, places[..., None].expand(*places.shape, vectors.shape[-1]))
 
-    def products(queries: Tensor, keys: Tensor) -> Tensor:  # [h, B, G, 1, R]
-        return (queries @ keys.transpose(2, 3)[:, :, None]).float() * scale
-
     logits = []
     if anchors:
-        logits.append(products(q[:anchors], taken(layer.keys.rectangle, at[:anchors])))
+        logits.append(products(q[:anchors], taken(layer.keys.rectangle, at[:anchors]), scale))
         for place, head in enumerate(layer.order[:anchors]):
             if scores is not None and head in score_heads:
                 index = at[place][:, None, None].expand(logits[0].shape[1:])
@@ -100,10 +98,10 @@ def paged_attention(
         else:
             keys = [part.rectangle[index] for part, index in distant_keys]
             keys = [taken(key[None], at[anchors + place][None]) for place, key in enumerate(keys)]
-            distant = products(q[anchors:], torch.cat(keys))
+            distant = products(q[anchors:], torch.cat(keys), scale)
         others = at[anchors:]
         is_near = (others < layer.sink_size) | (positions - others < layer.recent_size)
-        own = products(q[anchors:], taken(layer.near_keys, torch.where(is_near, layer.ring_places(others), 0)))
+        own = products(q[anchors:], taken(layer.near_keys, torch.where(is_near, layer.ring_places(others), 0)), scale)
         logits.append(torch.where(is_near[:, :, None, None], own, distant))
     logits = torch.cat(logits).masked_fill(read[:, :, None, None] < 0, torch.finfo(torch.float32).min)
     values = taken(layer.values.rectangle, at)

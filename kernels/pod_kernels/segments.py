@@ -297,32 +297,6 @@ def repacked(segments: Segments, changes: dict[int, Change], fill: float = 0) ->
     return new
 
 
-@dataclass
-class Ordered:
-    """A layer whose heads are stored in an `order` of their own.
-
-    Attributes:
-        index, inverse: [H_kv] int64 from `order`, and back; None where the order is the heads' own.
-    """
-
-    index: Tensor | None = field(init=False, default=None)
-    inverse: Tensor | None = field(init=False, default=None)
-
-    def put_order(self, order: tuple[int, ...], device: torch.device) -> None:
-        """Keep the order on the device, where states are put into it at every step."""
-        if list(order) != sorted(order):
-            [self.index] = on_device([np.array(order)], device)
-            self.inverse = self.index.argsort()
-
-    def stored(self, states: Tensor) -> Tensor:
-        """[H_kv, ..] by head -> in storage order."""
-        return states if self.index is None else states[self.index]
-
-    def by_head(self, states: Tensor) -> Tensor:
-        """[H_kv, ..] in storage order -> by head."""
-        return states if self.inverse is None else states[self.inverse]
-
-
 def ring_places(positions: Tensor, sink_size: int, ring_size: int) -> Tensor:
     """The place of each position: those below `sink_size` stand still, the others go round behind them."""
     ring = sink_size + (positions - sink_size).remainder(ring_size)
@@ -333,7 +307,7 @@ HeadOf = tuple[Segments, int]  # segments, and one head in them
 
 
 @dataclass
-class LayerSlots(Ordered):
+class LayerSlots:
     """What the cache holds for one layer; of heads that share keys and values (`share: kv`) that of the anchors alone.
 
     A slot of a KV head holds the same token in the values of every layer of its block and in the keys of its anchor:
@@ -353,6 +327,7 @@ class LayerSlots(Ordered):
             they lie in sinks and a ring.
         near_slots: the same, the slot in `values` of each.
         pages: [B, A] segments of each page's minima and maxima [2 D]; None where pages are not used.
+        index, inverse: [H_kv] int64 on the device, from the heads' own order to that and back; None where it is theirs.
     """
 
     order: tuple[int, ...]
@@ -366,9 +341,21 @@ class LayerSlots(Ordered):
     near_positions: Tensor | None = None
     near_slots: Tensor | None = None
     pages: Segments | None = None
+    index: Tensor | None = field(init=False, default=None)
+    inverse: Tensor | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self.put_order(self.order, self.near_keys.device)
+        if list(self.order) != sorted(self.order):
+            [self.index] = on_device([np.array(self.order)], self.near_keys.device)
+            self.inverse = self.index.argsort()
+
+    def stored(self, states: Tensor) -> Tensor:
+        """[H_kv, ..] by head -> in storage order."""
+        return states if self.index is None else states[self.index]
+
+    def by_head(self, states: Tensor) -> Tensor:
+        """[H_kv, ..] in storage order -> by head."""
+        return states if self.inverse is None else states[self.inverse]
 
     def part(self, head: int, heads: int) -> "LayerSlots":
         """A view of `heads` heads from `head` on, of a layer whose heads are all anchors."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pod_kernels.cached import MAX_LOGITS
+from pod_kernels.cached import MAX_LOGITS, products
 from pod_kernels.dispatch import runs_triton
 
 # Numbers that one part of the work may materialise on a CPU: what fits its caches.
@@ -176,7 +176,7 @@ def slot_attention(
         # One query reads slots and chunk in place. For many, one product over both is worth the copy.
         keys, values = ((torch.cat(list(pieces), dim=2),) for pieces in (keys, values))
     if count > 1 and not anchors and window is None and capped[0] is None and runs_triton(q):
-        from pod_kernels.column_sums import chunk_attention  # imports triton
+        from pod_kernels.triton.column_sums import chunk_attention  # imports triton
 
         counts = is_real.sum(dim=1)
         out, sums = chunk_attention(
@@ -237,9 +237,8 @@ def slot_attention(
 
 def _products(queries: Tensor, keys: Iterable[Tensor], scale: float) -> Tensor:
     """[h, B, G, t, M] float32 logits of queries [h, B, G, t, D] and keys in pieces [h, B, .., D]."""
-    products = [queries.flatten(2, 3) @ piece.transpose(2, 3) for piece in keys]
-    logits = products[0] if len(products) == 1 else torch.cat(products, dim=-1)
-    return logits.unflatten(2, queries.shape[2:4]).float().mul_(scale)
+    logits = [products(queries, piece, scale) for piece in keys]
+    return logits[0] if len(logits) == 1 else torch.cat(logits, dim=-1)
 
 
 def _fused(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float) -> Tensor:
@@ -262,10 +261,9 @@ def put_own(
 
 def _put(logits: Tensor, queries: Tensor, own: OwnKeys, is_used: Tensor, scale: float) -> None:
     """Overwrite columns of logits [h, B, G, t, M] where `is_used` [h, B, t, R]."""
-    products = queries.flatten(2, 3) @ own.keys.transpose(2, 3)
+    values = products(queries, own.keys, scale)
     # What is not used is written to one spare column, so that no mask has to be turned into indices.
     spare = logits.shape[-1]
     index = torch.where(is_used, own.columns[:, :, None], spare)[:, :, None]
-    values = products.unflatten(2, queries.shape[2:4]).float() * scale
     padded = torch.nn.functional.pad(logits, (0, 1))
     logits.copy_(padded.scatter_(-1, index.expand(values.shape), values)[..., :spare])

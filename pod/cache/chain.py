@@ -233,7 +233,7 @@ class ChainStorage(Storage):
         options: dict,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """`slot_attention` of one query in each row, by kernels."""
-        from pod_kernels.slot_decode import slot_decode  # imports triton
+        from pod_kernels.triton.slot_decode import slot_decode  # imports triton
 
         step, stored, num_anchors = self._step, self._layers[layer], self._num_anchors[layer]
         shared = None
@@ -366,7 +366,8 @@ class ChainStorage(Storage):
 
     def _store_one(self, sums: Tensor | None) -> None:
         """Insert and store the token of every row, one kernel for all units and one for each layer."""
-        from pod_kernels.slot_update import append_slots, average, insert  # imports triton
+        from pod_kernels.triton.cascade import average, insert  # imports triton
+        from pod_kernels.triton.update import append_slots
 
         step, state, scores = self._step, self._state, None
         if self.chain.gamma is not None:
@@ -374,7 +375,7 @@ class ChainStorage(Storage):
             scores = average(state.scores, sums, factors, self.chain.head_reduction)
         chosen = insert(state, self.cascades, step.positions, scores)
         for layer, (stored, new) in enumerate(zip(self._layers, self._pending, strict=True)):
-            held = stored.keys.rectangle, stored.values.rectangle, stored.own.rectangle
+            held = stored.keys, stored.values, stored.own
             units = self._head_orders[layer].units
             sinks, by_slot = self.config.sink_size, self._ring.is_by_slot
             append_slots(*held, new.keys, new.values, step.positions, chosen, units, sinks, by_slot)

@@ -89,7 +89,7 @@ class Seen(Observation):
         return self._column(2) if self._by_kernel else super().entropies()
 
     def _column(self, which: int) -> Tensor:
-        from pod_kernels.column_sums import column_statistics  # imports triton
+        from pod_kernels.triton.column_sums import column_statistics  # imports triton
 
         if which >= len(self._columns) or self._columns[which] is None:
             self._columns = column_statistics(*self._given, with_spread=which > 0)

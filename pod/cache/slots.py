@@ -492,7 +492,7 @@ class SlotStorage(Storage):
 
     def _append_by_kernel(self, layer: int, k: Tensor, v: Tensor) -> None:
         """One token in each row, where slots hold any positions."""
-        from pod_kernels.update import append, append_packed  # imports triton
+        from pod_kernels.triton.update import append, append_packed  # imports triton
 
         stored, table, held, scores, slots = self.layers[layer], self.tables.get(layer), None, None, None
         if table is not None:

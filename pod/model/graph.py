@@ -2,11 +2,11 @@
 
 A graph repeats what was started while it was captured, with the same memory and the same numbers from the host. So it
 is right for a step whose work on the device follows from what lies on the device: tokens, positions, and the rows'
-lengths, which the cache keeps there. `pod_kernels.decode` is written like that; what the cache counts on the host
-(`PodCache.host_state`) is advanced beside every replay. Only caches whose storage stands still can have one: with room
-for the next token, rows that stay in their places (beams move them), and without eviction or by a method that evicts
-after a prefill only (SnapKV, PyramidKV, AdaKV; any with `query_aware=False`). Where storage grows, the steps up to the
-next growth are captured anew.
+lengths, which the cache keeps there. `pod_kernels.triton.decode` is written like that; what the cache counts on the
+host (`PodCache.host_state`) is advanced beside every replay. Only caches whose storage stands still can have one: with
+room for the next token, rows that stay in their places (beams move them), and without eviction or by a method that
+evicts after a prefill only (SnapKV, PyramidKV, AdaKV; any with `query_aware=False`). Where storage grows, the steps up
+to the next growth are captured anew.
 """
 
 import os

@@ -88,7 +88,7 @@ class HostWaits:
 @pytest.fixture(params=["composed", pytest.param("fused", marks=pytest.mark.slow)])
 def backend(request, monkeypatch):
     if request.param == "fused":
-        splits = pytest.importorskip("pod_kernels.splits", reason="triton is not installed")
+        splits = pytest.importorskip("pod_kernels.triton.splits", reason="triton is not installed")
         monkeypatch.setattr(splits, "BLOCK", 16)
         monkeypatch.setattr(splits, "SPLITS", 2)
     return lambda: monkeypatch.setenv("POD_ATTENTION_BACKEND", request.param)

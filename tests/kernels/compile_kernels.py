@@ -16,11 +16,23 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from pod_kernels import SkipStats, column_sums, decode, slot_decode, slot_update, splits, update
+from pod_kernels import Segments, SkipStats, cached_attention
 from pod_kernels.cascade import Cascades, CascadeState
+from pod_kernels.triton import cascade, column_sums, slot_decode, splits, update
 
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32"}
 HALF = torch.bfloat16
+
+
+def type_of(value) -> str | tuple:
+    """A parameter's type in a signature, as the launcher chooses it."""
+    if isinstance(value, tuple):
+        return tuple(map(type_of, value))
+    if value is None or (isinstance(value, int) and value == 1):
+        return "constexpr"
+    if isinstance(value, torch.Tensor):
+        return "*" + TYPES[value.dtype]
+    return "fp32" if isinstance(value, float) else "i32"
 
 
 def compiled(kernel: JITFunction, *args, grid, warmup=False, **kwargs) -> None:
@@ -28,15 +40,13 @@ def compiled(kernel: JITFunction, *args, grid, warmup=False, **kwargs) -> None:
     options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages", "enable_fp_fusion") if name in kwargs}
     given = {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}
     signature, constants = {}, {}
-    for parameter in kernel.params:
+    for place, parameter in enumerate(kernel.params):
         value = given[parameter.name]
-        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
-            signature[parameter.name] = "constexpr"
+        kind = signature[parameter.name] = "constexpr" if parameter.is_constexpr else type_of(value)
+        if kind == "constexpr":
             constants[parameter.name] = value
-        elif isinstance(value, torch.Tensor):
-            signature[parameter.name] = "*" + TYPES[value.dtype]
-        else:
-            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+        elif isinstance(value, tuple):
+            constants |= {(place, at): part for at, part in enumerate(value) if kind[at] == "constexpr"}
     source = ASTSource(kernel, signature, constants)
     triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     print(kernel.__name__, flush=True)
@@ -58,12 +68,12 @@ def main() -> None:
     )
     for tau in (None, 0.5):
         sharing = dict(table=None, tau=tau, return_weights=False)
-        decode.cached_decode(given["q"], layer, positions=positions, **sharing, **options)
+        cached_attention(given["q"], layer, positions=positions, by_kernels=True, **sharing, **options)
     update.append(layer, half(2, 2, 1, 128), half(2, 2, 1, 128), positions)
 
     packed, table = cases.make_packed(cases.SLOTS["ragged"], 1)
     options |= dict(table=((table, 0), (table, 1)), scores=torch.empty(2, 2, 2, 1, 21), return_weights=True, tau=None)
-    decode.cached_decode(torch.randn(2, 4, 1, 16), packed, positions=positions, **options)
+    cached_attention(torch.randn(2, 4, 1, 16), packed, positions=positions, by_kernels=True, **options)
     new, slots = torch.randn(2, 2, 2, 1, 16), torch.zeros(1, 2, 1, dtype=torch.long)
     update.append_packed(packed, table, cases.packed(cases.SLOTS["ragged"], 1), *new, positions, slots)
 
@@ -86,11 +96,13 @@ def main() -> None:
     )
     cascades = Cascades(4, 60, 4)
     state = CascadeState.allocate(cascades, 2, 2, True, torch.device("cpu"))
-    scores = slot_update.average(state.scores, torch.rand(2, 2, 4, 41), torch.ones(1), "max")
-    slots = slot_update.insert(state, cascades, positions, scores)
-    slot_update.append_slots(
-        keys, values, half(1, 2, 20, 128), new, new, positions, slots, torch.tensor([0, 1]), 4, False
-    )
+    scores = cascade.average(state.scores, torch.rand(2, 2, 4, 41), torch.ones(1), "max")
+    slots = cascade.insert(state, cascades, positions, scores)
+    stores = [
+        Segments.rectangular(heads, 2, places, 128, dtype=HALF, device=keys.device)
+        for heads, places in ((1, 64), (2, 64), (1, 20))
+    ]
+    update.append_slots(*stores, new, new, positions, slots, torch.tensor([0, 1]), 4, False)
 
     q, keys = half(2, 2, 4, 200, 128), half(2, 2, 260, 128)
     counts = dict(used=60, kept=torch.tensor([60, 30]), counts=torch.tensor([200, 150]))

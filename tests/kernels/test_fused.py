@@ -17,7 +17,7 @@ from pod_kernels.sequences import sequence_spans
 triton = pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
 import triton.language as tl  # noqa: E402
 
-from pod_kernels import fused, fused_tiles  # noqa: E402
+from pod_kernels.triton import fused, fused_tiles  # noqa: E402
 
 fused_attention = partial(shared_score_attention, backend="fused")
 ROOT = Path(__file__).parents[2]
@@ -367,7 +367,7 @@ sys.path[:0] = sys.argv[1].split(":")
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from pod_kernels import fused, fused_tiles
+from pod_kernels.triton import fused, fused_tiles
 
 for name, kernel in fused.KERNELS.items():
     launch = fused.HOPPER[name, 128]
@@ -393,7 +393,7 @@ for name, kernel in fused.KERNELS.items():
 @slow
 def test_kernels_compile_for_hopper_and_fit() -> None:
     """No GPU is needed to compile. A block of compute capability 9.0 has 227 KB of shared memory."""
-    folder = os.path.dirname(os.path.dirname(os.path.abspath(fused.__file__)))
+    folder = str(Path(fused.__file__).resolve().parents[2])
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", COMPILE, folder], capture_output=True, text=True, timeout=600, env=environment
@@ -429,11 +429,11 @@ def test_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    import pod_kernels
+    import pod_kernels.triton
 
     # None in sys.modules is a module that cannot be imported; the package's attribute would answer without importing.
-    monkeypatch.delattr(pod_kernels, "fused")
-    monkeypatch.delitem(sys.modules, "pod_kernels.fused")
+    monkeypatch.delattr(pod_kernels.triton, "fused")
+    monkeypatch.delitem(sys.modules, "pod_kernels.triton.fused")
     monkeypatch.setitem(sys.modules, "triton", None)
     q = torch.zeros(1, 1, 4, 16)
     with pytest.raises(ValueError, match="backend 'fused' needs triton: pip install triton"):
@@ -485,7 +485,7 @@ def test_triton_is_imported_by_nothing_else() -> None:
     code = "import sys, pod_kernels; sys.exit('triton' in sys.modules)"
     environment = dict(os.environ, PYTHONPATH=str(ROOT / "kernels"))
     assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=120).returncode == 0
-    for path in (ROOT / "pod").rglob("*.py"):
+    for path in (*(ROOT / "pod").rglob("*.py"), *(ROOT / "kernels/pod_kernels").glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []

@@ -7,7 +7,7 @@ share that the gate needs. One source at a time also means that only its accumul
 import triton
 import triton.language as tl
 
-from pod_kernels.fused_tiles import (
+from pod_kernels.triton.fused_tiles import (
     ANY,
     distant_keys,
     head_of,
@@ -19,7 +19,7 @@ from pod_kernels.fused_tiles import (
     tokens,
     wanted,
 )
-from pod_kernels.softmax import LN_2, LOG2_E
+from pod_kernels.triton.softmax import LN_2, LOG2_E
 
 
 @triton.jit

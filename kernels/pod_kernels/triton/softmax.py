@@ -20,3 +20,17 @@ def soften(most, total, logits):
     weight = tl.exp2(logits - shift[:, None])
     decay = tl.exp2(most - shift)
     return highest, total * decay + tl.sum(weight, 1), weight, decay
+
+
+@triton.jit
+def gather(most, total, sums, logits, value):
+    """The same step with sums of values [ROWS, DIM], which the weights of value [COLUMNS, DIM] are added to."""
+    most, total, weight, decay = soften(most, total, logits)
+    return most, total, sums * decay[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
+
+
+@triton.jit
+def nothing(ROWS: tl.constexpr, DIM: tl.constexpr):
+    """Peak, sum and sums of values before the first step."""
+    most = tl.full([ROWS], float("-inf"), tl.float32)
+    return most, tl.full([ROWS], 0.0, tl.float32), tl.full([ROWS, DIM], 0.0, tl.float32)

@@ -1,7 +1,6 @@
-"""Triton kernels of a store of fixed slots: a decoded token's place in a cascade, the scores, and the token itself.
+"""Triton kernels of a cascade: a decoded token's place in the sub-caches, and the scores.
 
-Legend: B rows, H_kv KV heads, A anchor heads of the layer (stored first), S = H_kv - A the others, G query heads per KV
-head, D head dimension, P slots, F of them in use.
+Legend: B rows, A KV heads that decide, G query heads per KV head, P slots, F of them in use.
 
 What is stored equals, bit for bit, what the torch path stores. Imports triton, so it is imported only where
 `dispatch.runs_triton` says so.
@@ -26,23 +25,13 @@ def _entries(level, size, budget, count):
 
 
 @triton.jit
-def _insert(
-    held,
-    scores,
-    rings,
-    new_scores,
-    positions,
-    slots,
-    batch,
-    sinks,
-    budget,
-    size,
-    LEVELS: tl.constexpr,
-):
+def _insert(held, scores, rings, new_scores, positions, slots, sizes, LEVELS: tl.constexpr):
     """Grid (A, B): one token into one chain of sub-caches."""
     row = tl.program_id(1)
-    unit = tl.program_id(0).to(tl.int64) * batch + row
+    sinks, budget, size = sizes
+    unit = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + row
     position = tl.load(positions + row)
+    scores += unit * (sinks + budget + 1)
     held += unit * (sinks + budget + 1)
     rings += unit * LEVELS * (size + 1)
     slot = position
@@ -64,9 +53,7 @@ def _insert(
                 else:
                     last = tl.load(ring + (old - 1) % size)
                     # Of equals the later one stays.
-                    wins = tl.load(scores + unit * (newest + 1) + offered) >= tl.load(
-                        scores + unit * (newest + 1) + last
-                    )
+                    wins = tl.load(scores + offered) >= tl.load(scores + last)
                     tl.store(ring + (old - 1) % size, tl.where(wins, offered, last))
                     dropped = tl.where(wins, last, offered)
                     offered = nobody
@@ -78,7 +65,7 @@ def _insert(
     if position >= 0:
         tl.store(held + slot, position)
         if new_scores is not None:
-            tl.store(scores + unit * (sinks + budget + 1) + slot, tl.load(new_scores + unit))
+            tl.store(scores + slot, tl.load(new_scores + unit))
 
 
 def insert(state: CascadeState, cascades: Cascades, positions: Tensor, scores: Tensor | None) -> Tensor:
@@ -93,39 +80,20 @@ def insert(state: CascadeState, cascades: Cascades, positions: Tensor, scores: T
     """
     heads, batch = state.positions.shape[:2]
     slots = torch.empty(heads, batch, 1, dtype=torch.long, device=positions.device)
-    _insert[(heads, batch)](
-        state.positions,
-        slots if state.scores is None else state.scores,
-        state.rings,
-        None if state.scores is None else scores.contiguous(),
-        positions.contiguous(),
-        slots,
-        batch,
-        cascades.sinks,
-        cascades.budget,
-        cascades.size,
-        LEVELS=cascades.num_cascades,
-        num_warps=1,
+    known = (slots, None) if state.scores is None else (state.scores, scores.contiguous())
+    sizes, levels = (cascades.sinks, cascades.budget, cascades.size), cascades.num_cascades
+    _insert[heads, batch](
+        state.positions, known[0], state.rings, known[1], positions.contiguous(), slots, sizes, levels, num_warps=1
     )
     return slots
 
 
 @triton.jit
-def _average(
-    scores,
-    sums,
-    factors,
-    new_scores,
-    slots,
-    used,
-    factor_row,
-    GROUPS: tl.constexpr,
-    IS_MAX: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _average(scores, sums, factors, new_scores, sizes, GROUPS: tl.constexpr, IS_MAX: tl.constexpr, BLOCK: tl.constexpr):
     """Grid (A, B, tiles of the slots in use and the new token)."""
     row = tl.program_id(1)
     unit = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + row
+    slots, used, factor_row = sizes
     column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     inside = column <= used
     sums += unit * GROUPS * (used + 1)
@@ -156,99 +124,9 @@ def average(scores: Tensor, sums: Tensor, factors: Tensor, head_reduction: str) 
     """
     heads, batch, groups, width = sums.shape
     new_scores = torch.empty(heads, batch, 1, dtype=torch.float32, device=sums.device)
-    _average[(heads, batch, triton.cdiv(width, BLOCK))](
-        scores,
-        sums.contiguous(),
-        factors,
-        new_scores,
-        scores.shape[2] - 1,
-        width - 1,
-        0 if len(factors) == 1 else 1,
-        GROUPS=groups,
-        IS_MAX=head_reduction == "max",
-        BLOCK=BLOCK,
+    sizes, is_max = (scores.shape[2] - 1, width - 1, 0 if len(factors) == 1 else 1), head_reduction == "max"
+    _average[heads, batch, triton.cdiv(width, BLOCK)](
+        scores, sums.contiguous(), factors, new_scores, sizes, groups, is_max, BLOCK,
         enable_fp_fusion=False,  # two roundings, as torch does it
-    )
+    )  # fmt: skip
     return new_scores
-
-
-@triton.jit
-def _append_slots(
-    k,
-    v,
-    keys,
-    values,
-    own,
-    positions,
-    slots,
-    units,
-    anchors,
-    batch,
-    places,
-    own_places,
-    sinks,
-    DIM: tl.constexpr,
-    OWN_BY_SLOT: tl.constexpr,
-    DIM_2: tl.constexpr,
-):
-    """Grid (B, H_kv)."""
-    row = tl.program_id(0).to(tl.int64)
-    place = tl.program_id(1)
-    dim = tl.arange(0, DIM_2)
-    position = tl.load(positions + row)
-    slot = tl.load(slots + tl.load(units + place) * batch + row)
-    taken = dim < tl.where(slot >= 0, DIM, 0)
-    unit = place * batch + row
-    key = tl.load(k + unit * DIM + dim, mask=taken)
-    value = tl.load(v + unit * DIM + dim, mask=taken)
-    tl.store(values + (unit * places + slot) * DIM + dim, value, mask=taken)
-    if place < anchors:
-        tl.store(keys + (unit * places + slot) * DIM + dim, key, mask=taken)
-    else:
-        if not OWN_BY_SLOT:
-            slot = tl.where(position < sinks, position, sinks + (position - sinks) % (own_places - sinks))
-        tl.store(own + ((unit - anchors * batch) * own_places + slot) * DIM + dim, key, mask=taken)
-
-
-def append_slots(
-    keys: Tensor,
-    values: Tensor,
-    own: Tensor,
-    k: Tensor,
-    v: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    units: Tensor,
-    sink_size: int,
-    own_by_slot: bool,
-) -> None:
-    """Store one token of each row in all heads of a layer with fixed slots.
-
-    Args:
-        keys, values, own: [A, B, P, D], [H_kv, B, P, D], [S, B, R, D] in storage order.
-        k, v: [H_kv, B, 1, D] in storage order.
-        positions: [B, 1] int64.
-        slots: [U, B, 1] int64 of all units' new tokens, -1 for nowhere.
-        units: [H_kv] int64, the unit of each of the layer's heads, in storage order.
-        sink_size: sinks of the own keys, for which a ring follows.
-        own_by_slot: own keys lie in the slots of the values instead.
-    """
-    kv_heads, batch, _, dim = v.shape
-    _append_slots[(batch, kv_heads)](
-        k.contiguous(),
-        v.contiguous(),
-        keys,
-        values,
-        own,
-        positions.contiguous(),
-        slots,
-        units,
-        len(keys),
-        batch,
-        values.shape[2],
-        own.shape[2],
-        sink_size,
-        DIM=dim,
-        OWN_BY_SLOT=own_by_slot,
-        DIM_2=triton.next_power_of_2(dim),
-    )

@@ -8,7 +8,7 @@ with the log-sum-exp of both sources together, so that no gradient flows through
 import triton
 import triton.language as tl
 
-from pod_kernels.fused_tiles import (
+from pod_kernels.triton.fused_tiles import (
     ANY,
     distant_keys,
     distant_queries,
@@ -23,7 +23,7 @@ from pod_kernels.fused_tiles import (
     tokens,
     wanted,
 )
-from pod_kernels.softmax import LOG2_E
+from pod_kernels.triton.softmax import LOG2_E
 
 
 @triton.jit
