@@ -334,16 +334,17 @@ def _attend(asked: _Asked) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor
 def _plain_attention(q: Tensor, layer: LayerSlots, unused: int, scale: float | None) -> Tensor:
     """Of one query that sees all slots but the last ones, in a layer of anchors whose logits no other layer reads."""
     batch, _, _, dim = q.shape
-    asked = q.view(batch, len(layer.order), -1, dim).transpose(0, 1)  # [H_kv, B, G, D]
+    asked = q.view(batch, len(layer.order), -1, dim)  # a KV head's query heads as that many queries
+    if layer.values.is_rectangle:
+        held = (part.rectangle[:, :, : part.rectangle.shape[2] - unused] for part in (layer.keys, layer.values))
+        out = scaled_dot_product_attention(asked, *(part.transpose(0, 1) for part in held), scale=scale)
+        return out.flatten(1, 2)[:, :, None]
     out = torch.empty_like(asked)
     for piece in layer.values.pieces():
-        here = slice(piece.head, piece.head + piece.heads), slice(piece.row, piece.row + piece.rows)
+        here = slice(piece.row, piece.row + piece.rows), slice(piece.head, piece.head + piece.heads)
         held = (part.view(piece)[:, :, : piece.capacity - unused] for part in (layer.keys, layer.values))
-        # A KV head's query heads as that many queries.
-        states = (part.flatten(0, 1)[:, None] for part in (asked[here], *held))
-        attended = scaled_dot_product_attention(*states, scale=scale)
-        out[here] = attended[:, 0].unflatten(0, (piece.heads, piece.rows))
-    return out.transpose(0, 1).flatten(1, 2)[:, :, None]
+        out[here] = scaled_dot_product_attention(asked[here], *(part.transpose(0, 1) for part in held), scale=scale)
+    return out.flatten(1, 2)[:, :, None]
 
 
 def attention_weights(q: Tensor, keys: Tensor, key_positions: Tensor, positions: Tensor, scale: float) -> Tensor:

@@ -8,6 +8,7 @@ a batched product over a run of heads reads the cache in place.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -214,7 +215,7 @@ class Segments:
             torch.cat([self.run(head, row) for row in rows], out=new.run(head))
         return new
 
-    @property
+    @cached_property
     def rectangle(self) -> Tensor:
         """[H, B, C, D] view of the storage.
 
