@@ -14,9 +14,10 @@ Legend: B rows, A blocks anchored in the layer, S heads of it that are no anchor
 of the largest segment, S slots of all, T tokens of a forward, D head dimension.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,8 +25,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from pod.cache.rows import Step
-from pod_kernels import LayerSlots, Segments
+from pod_kernels import LayerSlots, Quantization, QuantizedSegments, Segments
+from pod_kernels.quantized import dequantized, quantized
+from pod_kernels.segments import Change, repacked
 
+VECTORS = ("values", "keys")
+OWN = ("near_keys", "near_positions", "near_slots")
 FACTS = ("heads", "sizes", "held", "budgets", "room", "is_packed", "has_holes")
 EMPTY = torch.iinfo(torch.int32).max
 
@@ -88,15 +93,90 @@ class Headroom:
 
 @dataclass
 class Layer(LayerSlots):
-    """A layer's slots and own keys.
+    """A layer's slots and own keys. With quantization, `values` and `keys` are at rest but while the layer attends.
 
     Attributes:
         headroom: how many places for own keys are allocated.
+        quantization: how they are at rest; None: as they are.
         near_room: places that every row and head has empty at least; below 0 where tokens took those of older ones.
     """
 
     headroom: Headroom = field(kw_only=True)
+    quantization: Quantization | None = field(kw_only=True, default=None)
     near_room: int = 0
+    _attends: bool = field(init=False, default=False)
+    _resting: dict[str, QuantizedSegments] = field(init=False, default_factory=dict)  # what it was made full from
+    _plain: dict[str, tuple] = field(init=False, default_factory=dict)  # sizes for which quantization does not pay
+
+    # ------------------------------------------------------------------ all of it
+
+    @property
+    def _own(self) -> tuple[str, ...]:
+        return OWN if self.near_positions is not None else OWN[:1]
+
+    def tensors(self, used: int | None, pages: int | None) -> dict[str, Tensor]:
+        """What is kept between two forwards, by name; only the first `used` tokens and `pages` of each row, if told."""
+        tensors, counts = {}, {"values": used, "keys": used, "pages": pages}
+        for name, count in counts.items():
+            part = getattr(self, name)
+            if part is not None:
+                tensors |= part.named(name) if count is None else {name: part.rectangle[:, :, :count].flatten(0, 2)}
+        return tensors | {name: getattr(self, name)[:, :, :used] for name in self._own}
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep the rows `rows` [n] int64, in that order."""
+        self.values, self.keys = self.values.of_rows(rows), self.keys.of_rows(rows)
+        self.pages = None if self.pages is None else self.pages.of_rows(rows)
+        for name in self._own:
+            setattr(self, name, getattr(self, name)[:, rows])
+
+    def resize(self, name: str, sizes: list[list[int]]) -> None:
+        """Give keys, values or pages capacities that are no smaller, and what they were made full from."""
+        segments = getattr(self, name)
+        if segments.sizes != tuple(map(tuple, sizes)):
+            setattr(self, name, segments.resized(sizes))
+            if name in self._resting:
+                self._resting[name] = self._resting[name].resized(sizes)
+
+    def repack(self, name: str, changes: dict[int, Change]) -> None:
+        """Give keys or values of some heads, by their place, new slots."""
+        setattr(self, name, repacked(dequantized(getattr(self, name)), changes))
+        self._resting.pop(name, None)
+
+    def dequantize(self) -> None:
+        """Keys and values in full precision, until the layer is through."""
+        self._attends, self._resting = True, {}
+        for name in VECTORS:
+            if isinstance(getattr(self, name), QuantizedSegments):
+                self._resting[name] = getattr(self, name)
+                setattr(self, name, self._resting[name].full())
+
+    def quantize(self, used: Callable[[int], Tensor], new: int, is_through: bool = False) -> None:
+        """Quantise what is in full precision; while the layer attends only when it is through.
+
+        Args:
+            used: slots in use of so many heads, the first ones in storage order, [h * B] int64.
+            new: tokens that were written since they were made full.
+            is_through: the layer has attended.
+        """
+        self._attends &= not is_through
+        if self.quantization is None or self._attends:
+            return
+        for name in VECTORS:
+            full = getattr(self, name)
+            if isinstance(full, QuantizedSegments) or self._plain.get(name) is full.sizes:
+                continue
+            if not self.quantization.pays([*chain(*full.sizes)], full.data.shape[1], full.data.element_size()):
+                self._plain[name] = full.sizes
+                continue
+            rest, counts = self._resting.pop(name, None), used(len(full.sizes))
+            if rest is None:
+                rest = quantized(full, counts, self.quantization, is_key=name == "keys")
+            else:
+                rest.absorb(full, counts, new)
+            setattr(self, name, rest)
+
+    # ------------------------------------------------------------------ own keys
 
     @property
     def reach(self) -> int:
@@ -358,6 +438,17 @@ class Table:
         lists = {name: [[head[row] for row in chosen] for head in held] for name, held in lists.items()}
         scores = None if self.scores is None else self.scores.of_rows(rows)
         return replace(self, slots=self.slots.of_rows(rows), scores=scores, **lists)
+
+    def repack(self, changes: dict[int, Change]) -> None:
+        """Give some blocks, by their place, new slots."""
+        self.slots = repacked(self.slots, changes, fill=-1)
+        self.sizes = list(map(list, self.slots.sizes))
+        if self.scores is not None:
+            self.scores = repacked(self.scores, changes)
+        for place, (chosen, _) in changes.items():
+            self.held[place] = chosen.counts
+        self.has_holes &= len(changes) < len(self.heads)
+        self.count_room()
 
     def tensors(self) -> dict[str, Tensor]:
         """What is kept between two forwards, by name."""

@@ -25,7 +25,8 @@ dimension.
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from itertools import chain, groupby, islice
+from functools import partial
+from itertools import groupby, islice
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from pod.blocks import Unit
 from pod.cache.keep import Decision, Window
-from pod.cache.layer import Headroom, Layer, Table
+from pod.cache.layer import OWN, VECTORS, Headroom, Layer, Table
 from pod.cache.rows import Rows, Step
 from pod.cache.storage import Anchors, Rotary, Storage, broken_off
 from pod.eviction import Eviction, Method, ReadSelector
@@ -51,11 +52,9 @@ from pod_kernels import (
 )
 from pod_kernels.dispatch import runs_triton
 from pod_kernels.pages import page_bounds
-from pod_kernels.quantized import dequantized, quantized
-from pod_kernels.segments import Change, Chosen, on_device, repacked
+from pod_kernels.quantized import dequantized
+from pod_kernels.segments import Change, Chosen, on_device
 
-VECTORS = ("values", "keys")
-OWN = ("near_keys", "near_positions", "near_slots")
 FLAGS = ("is_frozen", "is_settled", "decoded", "added")
 
 
@@ -113,9 +112,6 @@ class SlotStorage(Storage):
         self.indices: list[Tensor | None] = []
         self.decision = None if self.policy is None else Decision(self.config, self.policy, self)
         self.chosen: dict[Unit, Chosen] = {}  # of blocks whose later layers are still to come, what to copy of them
-        self._attending: int | None = None  # the layer that is full, with quantization
-        self._resting: dict[tuple[int, str], QuantizedSegments] = {}  # what it was made full from
-        self._plain: dict[tuple[int, str], tuple] = {}  # sizes for which quantization does not pay
         self.is_frozen = False
         self.is_settled = False  # a step has evicted since the last prefill: every block is within its budget
         self.decoded = 0
@@ -128,20 +124,10 @@ class SlotStorage(Storage):
 
     def _tensors(self, used: int | None = None) -> dict[str, Tensor]:
         """By name; where slot = position only the first `used` tokens of each row, when told."""
-        tensors = {}
-        for index, layer in self._stored():
-            parts = {name: getattr(layer, name) for name in (*VECTORS, "pages") if getattr(layer, name) is not None}
-            for name, part in parts.items():
-                if used is None:
-                    tensors |= part.named(f"layers.{index}.{name}")
-                else:
-                    count = self.selector.pages(used) if name == "pages" else used
-                    tensors[f"layers.{index}.{name}"] = part.rectangle[:, :, :count].flatten(0, 2)
-            for name in OWN if layer.near_positions is not None else OWN[:1]:
-                tensors[f"layers.{index}.{name}"] = getattr(layer, name)[:, :, :used]
-        for index, table in self.tables.items():
-            tensors |= {f"tables.{index}.{name}": tensor for name, tensor in table.tensors().items()}
-        return tensors
+        pages = None if used is None or self.selector is None else self.selector.pages(used)
+        held = {f"layers.{index}": layer.tensors(used, pages) for index, layer in self._stored()}
+        held |= {f"tables.{index}": table.tensors() for index, table in self.tables.items()}
+        return {f"{whose}.{name}": tensor for whose, parts in held.items() for name, tensor in parts.items()}
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         layers = [{"sizes": layer.values.sizes, "near_room": layer.near_room} for _, layer in self._stored()]
@@ -225,11 +211,7 @@ class SlotStorage(Storage):
 
     def select_rows(self, rows: Tensor) -> None:
         for _, layer in self._stored():
-            layer.values, layer.keys = layer.values.of_rows(rows), layer.keys.of_rows(rows)
-            for name in OWN if layer.near_positions is not None else OWN[:1]:
-                setattr(layer, name, getattr(layer, name)[:, rows])
-            if layer.pages is not None:
-                layer.pages = layer.pages.of_rows(rows)
+            layer.select_rows(rows)
         self.tables = {anchor: table.of_rows(rows) for anchor, table in self.tables.items()}
         self.workspace = None
         if self.decision is not None:
@@ -406,7 +388,7 @@ class SlotStorage(Storage):
         step, num_anchors, decision = self.step, self.num_anchors[layer], self.decision
         acts = self.acts and num_anchors > 0
         seen = decision.seen(layer, q.detach(), step.positions, scale) if acts else None
-        with nullcontext() if self.quantization is None else self._dequantized(layer):
+        with nullcontext() if self.quantization is None else self._in_full(layer):
             if not self.is_direct:
                 known = self.write(layer, k, v)
                 if acts:
@@ -485,7 +467,7 @@ class SlotStorage(Storage):
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         """`write` a layer's keys and values without attention."""
-        with nullcontext() if self.quantization is None else self._dequantized(layer):
+        with nullcontext() if self.quantization is None else self._in_full(layer):
             known = self.write(layer, k, v)
             if known is not self.layers[layer]:
                 self.layers[layer].keep_own(known, self.step)
@@ -727,22 +709,13 @@ class SlotStorage(Storage):
         for anchor, table in zip(anchors, tables, strict=True):
             table.held, wider = map(list, zip(*islice(wanted, len(table.heads)), strict=True))
             table.resize([list(map(max, *pair)) for pair in zip(table.sizes, wider, strict=True)])
-            self._resize(anchor, "keys", table.sizes)
+            self.layers[anchor].resize("keys", table.sizes)
             if self.selector is not None:
                 pages = [[self.selector.pages(size) for size in sizes] for sizes in table.sizes]
-                self.layers[anchor].pages = self.layers[anchor].pages.resized(pages)
+                self.layers[anchor].resize("pages", pages)
             table.count_room()
-        for index, _ in self._stored():
-            self._resize(index, "values", [table.sizes[place] for table, place in self._places(index)])
-
-    def _resize(self, layer: int, name: str, sizes: list) -> None:
-        """Give a layer's keys or values capacities that are no smaller, and what they were made full from."""
-        segments, resting = getattr(self.layers[layer], name), self._resting.get((layer, name))
-        if segments.sizes == tuple(map(tuple, sizes)):
-            return
-        setattr(self.layers[layer], name, segments.resized(sizes))
-        if resting is not None:
-            self._resting[layer, name] = resting.resized(sizes)
+        for index, layer in self._stored():
+            layer.resize("values", [table.sizes[place] for table, place in self._places(index)])
 
     def _new_table(
         self,
@@ -786,7 +759,8 @@ class SlotStorage(Storage):
         order = tuple(range(self.num_anchors[layer])) if self.shares_kv else self.orders[layer]
         ring_size = self._ring_size if self.policy is None else 0
         known = {"sink_size": self.config.sink_size, "recent_size": self.config.recent_size, "ring_size": ring_size}
-        return Layer(order, self.num_anchors[layer], **parts, **known, headroom=self.headroom)
+        known |= {"headroom": self.headroom, "quantization": self.quantization}
+        return Layer(order, self.num_anchors[layer], **parts, **known)
 
     # ------------------------------------------------------------------ fewer tokens
 
@@ -808,23 +782,15 @@ class SlotStorage(Storage):
         for anchor in {anchor for anchor, _ in changes}:
             table, layer = self.tables[anchor], self.layers[anchor]
             by_place = {table.heads.index(head): change for (a, head), change in changes.items() if a == anchor}
-            table.slots = repacked(table.slots, by_place, fill=-1)
-            table.sizes = list(map(list, table.slots.sizes))
-            if table.scores is not None:
-                table.scores = repacked(table.scores, by_place)
-            layer.keys = repacked(dequantized(layer.keys), by_place)
+            table.repack(by_place)
+            layer.repack("keys", by_place)
             self._quantize(anchor)
-            for place, (chosen, _) in by_place.items():
-                table.held[place] = chosen.counts
-            if len(by_place) == len(table.heads):
-                table.has_holes = False
-            table.count_room()
         for index, layer in self._stored():
             units = self.layout.units[index]
             by_place = {place: changes[unit] for place, unit in enumerate(units) if unit in changes}
             if not by_place:
                 continue
-            layer.values = repacked(dequantized(layer.values), by_place)
+            layer.repack("values", by_place)
             self._quantize(index)
             if layer.near_keys.numel():
                 places = self._places(index)[layer.num_anchors :]
@@ -847,44 +813,20 @@ class SlotStorage(Storage):
     # ------------------------------------------------------------------ quantization
 
     @contextmanager
-    def _dequantized(self, layer: int) -> Iterator[None]:
+    def _in_full(self, layer: int) -> Iterator[None]:
         """Keys and values of the layer at hand in full precision, and at rest again behind it."""
-        stored, self._attending, self._resting = self.layers[layer], layer, {}
-        for name in VECTORS if stored is not None else ():
-            if isinstance(getattr(stored, name), QuantizedSegments):
-                self._resting[layer, name] = getattr(stored, name)
-                setattr(stored, name, getattr(stored, name).full())
+        if self.layers[layer] is not None:
+            self.layers[layer].dequantize()
         yield
-        self._attending = None
-        self._quantize(layer)
+        self._quantize(layer, is_through=True)
 
-    def _quantize(self, layer: int) -> None:
-        """Quantise what is full of a layer; of the one that attends only when it is through, and anew if repacked."""
-        if self.quantization is None:
-            return
-        if self._attending == layer:
-            self._resting = {}
-            return
-        stored = self.layers[layer]
-        for name in VECTORS:
-            full = getattr(stored, name)
-            if isinstance(full, QuantizedSegments) or self._plain.get((layer, name)) is full.sizes:
-                continue
-            if not self.quantization.pays([*chain(*full.sizes)], full.data.shape[1], full.data.element_size()):
-                self._plain[layer, name] = full.sizes
-                continue
-            used = self._used(layer, len(full.sizes), full.data.device)
-            rest = self._resting.pop((layer, name), None)
-            if rest is None:
-                rest = quantized(full, used, self.quantization, is_key=name == "keys")
-            else:
-                rest.absorb(full, used, self.count)
-            setattr(stored, name, rest)
+    def _quantize(self, layer: int, is_through: bool = False) -> None:
+        self.layers[layer].quantize(partial(self._used, layer), self.count, is_through)
 
-    def _used(self, layer: int, heads: int, device: torch.device) -> Tensor:
+    def _used(self, layer: int, heads: int) -> Tensor:
         """[heads * B] int64, slots in use of the layer's first heads in storage order."""
         if self.policy is None:
             return torch.maximum(self.step.before, self.step.positions[:, -1] + 1).repeat(heads)
         live = {anchor: self.tables[anchor].live() for anchor in set(self.layout.anchors[layer])}
         used = [live[anchor][self.layout.places[anchor, head]] for anchor, head in self.layout.units[layer][:heads]]
-        return torch.cat(used) if used else torch.zeros(0, dtype=torch.long, device=device)
+        return torch.cat(used) if used else self.rows.lengths.new_zeros(0)
