@@ -3,7 +3,7 @@
 terminal.py    which warnings the commands leave out, and how they end: errors in one line
 files.py        files that are whole or not there, checksums, errors that name the file
 blocks.py       LayerBlocks: the greedy grouping, the saving, JSON, a picture
-similarity.py   how alike two layers' attention is
+similarity.py   how alike two layers' attention is, and what sharing it would cost
 analyze.py      python -m pod.analyze: similarity, blocks, pictures
 prepare.py      python -m pod.prepare: text into prepared samples
 fit.py          python -m pod.fit: training
