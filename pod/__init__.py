@@ -23,6 +23,7 @@ import importlib
 from pod import eviction, similarity
 from pod.blocks import LayerBlocks
 from pod.cache import PodCache
+from pod.model.adapter import load
 from pod.model.config import PodLlamaConfig, PodMistralConfig, PodPhi3Config, PodQwen2Config, PodQwen3Config
 from pod.model.families import (
     PodLlamaForCausalLM,
@@ -67,5 +68,6 @@ __all__ = [
     "UlyssesDeepSpeedStrategy",
     "convert",
     "eviction",
+    "load",
     "similarity",
 ]

@@ -29,7 +29,7 @@ class Model:
     """The model to train."""
 
     base: str | None = None
-    """The Hugging Face model to start from: a directory or a hub id. null: start from scratch, from `model.config`."""
+    """The model to start from: a directory, a hub id or a GGUF file. null: start from scratch, from `model.config`."""
     config: dict[str, Any] | None = None
     """The fields of a Hugging Face config, `model_type` among them, of a model trained from scratch. Any field may be
     set from the command line: model.config.hidden_size=64."""
@@ -82,6 +82,7 @@ class Blocks:
     `blocks.kv_saving` when given."""
     method: str = "greedy"
     """How layers are grouped for `blocks.kv_saving`: `greedy` (the paper's Algorithm 1), or the best of all partitions:
+    `damage` (the least measured change of what layers give out, at `model.sink_size` and `model.recent_size`),
     `sum` (the largest summed similarity of sharing layers to their anchors), `worst` (the largest least one)."""
     samples: int = 1000
     """Training samples whose attention is compared to find the blocks."""
@@ -243,7 +244,7 @@ CHOICES = {
     "model.dtype": ("float32", "bfloat16"),
     "model.initialization": ("transformers", "torch"),
     "model.share": ("scores", "keys", "kv", "window"),
-    "blocks.method": ("greedy", "sum", "worst"),
+    "blocks.method": ("greedy", "damage", "sum", "worst"),
     "trainer.precision": ("32-true", "bf16-mixed", "bf16-true"),
     "trainer.strategy": ("auto", "ddp", "deepspeed"),
     "trainer.offload": ("nothing", "optimizer", "parameters"),
