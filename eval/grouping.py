@@ -3,9 +3,13 @@
     python eval/grouping.py --base checkpoints/tiny-base --similarity checkpoints/tiny/similarity.safetensors \\
         --data data/demo/1024-plain --kv-saving 0.33 --sink-size 4 --recent-size 124
 
+    python eval/grouping.py --base checkpoints/smollm2-135m --similarity runs/damage/similarity.safetensors \\
+        --damage runs/damage/damage.safetensors --data data/smollm2 --recent-size 240 --samples 0 --limit 12
+
 Writes grouping.json and prints a table: the similarity of sharing layers to their anchors (mean and least), nats per
-token on the validation split of `--data`, and pass keys of which the greater part lies beyond the window. The first row
-is the dense model.
+token on the validation split of `--data`, and pass keys of which the greater part lies beyond the window (`--samples 0`
+leaves them out). The first row is the dense model, the second window attention: sinks and recent tokens alone.
+"dist." counts the positions with distant tokens only.
 """
 
 import argparse
@@ -15,7 +19,7 @@ from pathlib import Path
 from torch import Tensor
 
 import pod
-from pod.analyze import load_similarity
+from pod.analyze import load_damage, load_similarity
 from pod.blocks import METHODS, LayerBlocks
 from pod.evaluation import command, models, report
 from pod.evaluation.passkey import generate_greedily, passkey_accuracy, passkey_prompts
@@ -40,6 +44,7 @@ def evaluate(options: argparse.Namespace) -> dict[str, dict]:
         ValueError: a model, file, saving or length that cannot be.
     """
     similarity = load_similarity(options.similarity)
+    costs = None if options.damage is None else load_damage(options.damage)
     stock, tokenizer = models.load(options.base, dtype="float32")
     prompts = [
         prompt
@@ -47,23 +52,29 @@ def evaluate(options: argparse.Namespace) -> dict[str, dict]:
         for prompt in passkey_prompts(tokenizer, held_out_text(), length, [k / 8 for k in range(9)], options.samples)
     ]
     found = {}
-    for name in ("dense", *METHODS):
-        if name == "dense":
+    first = options.sink_size + options.recent_size  # the lowest position with a distant token
+    for name in ("dense", "window", *METHODS, *(["damage"] if costs is not None else [])):
+        if name in ("dense", "window"):
             blocks = LayerBlocks.dense(stock.config.num_hidden_layers, stock.config.num_key_value_heads)
+        elif name == "damage":
+            blocks = LayerBlocks.for_damage(costs, options.kv_saving)
         else:
             blocks = LayerBlocks.for_saving(similarity, options.kv_saving, name)
-        model = pod.convert(stock, blocks, options.sink_size, options.recent_size).eval()
-        text = perplexity(model, prepared(options.data, options.limit, 8), label=f"{name}: text")
+        share = "window" if name == "window" else "scores"
+        model = pod.convert(stock, blocks, options.sink_size, options.recent_size, share).eval()
+        text = perplexity(model, prepared(options.data, options.limit, options.batch_size), label=f"{name}: text")
         scores = passkey_accuracy(model, tokenizer, prompts, 12, generate_greedily, label=f"{name}: pass keys")
         far = [score for score, p in zip(scores, prompts, strict=True) if p.distance > options.recent_size]
         alike = to_anchors(similarity, blocks)
         found[name] = {
-            "kv_saving": blocks.kv_saving,
+            "kv_saving": model.config.kv_saving,
             "mean_similarity": float(alike.mean()) if len(alike) else 1.0,
             "worst_similarity": float(alike.min()) if len(alike) else 1.0,
             "loss": text.loss,
-            "passkey": sum(scores) / len(scores),
-            "passkey_beyond": sum(far) / max(1, len(far)),
+            "loss_distant": float(text.nats[first + 1 :].sum() / text.count[first + 1 :].sum().clamp(min=1)),
+            "tokens": int(text.count.sum()),
+            "passkey": sum(scores) / len(scores) if scores else None,
+            "passkey_beyond": sum(far) / len(far) if far else None,
             "sizes": blocks.sizes,
         }
     return found
@@ -74,6 +85,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", required=True, help="the dense model: a directory or hub id")
     parser.add_argument("--similarity", type=Path, required=True, help="what pod.analyze wrote about it")
+    parser.add_argument("--damage", type=Path, help="what pod.analyze wrote with blocks.method=damage: another row")
     parser.add_argument("--data", required=True, help="a prepared directory, whose validation split is foretold")
     parser.add_argument("--kv-saving", type=float, default=0.35, help="share of the cache's bytes to save (0.35)")
     parser.add_argument("--sink-size", type=int, default=16)
@@ -81,13 +93,15 @@ def main(arguments: list[str] | None = None) -> None:
     command.add_numbers(parser, "--lengths", [256, 512, 1016], "tokens of the prompts with keys (256,512,1016)")
     parser.add_argument("--samples", type=int, default=4, help="prompts for each length and depth (4)")
     parser.add_argument("--limit", type=int, default=96, help="samples of text (96)")
+    parser.add_argument("--batch-size", type=int, default=8, help="samples of text at once (8)")
     parser.add_argument(
         "--out", type=Path, default=command.default_folder("grouping"), help="folder of what is written"
     )
     options = parser.parse_args(arguments)
     found = evaluate(options)
     report.write_json(options.out / "grouping.json", found)
-    header = ["grouping", "kv_saving", "mean similarity", "least", "nats/token", "pass-key digits", "beyond the window"]
+    header = ["grouping", "kv_saving", "mean similarity", "least", "nats/token", "dist.", "pass-key digits"]
+    header += ["beyond the window"]
     rows = [
         [
             name,
@@ -95,8 +109,8 @@ def main(arguments: list[str] | None = None) -> None:
             f"{row['mean_similarity']:.4f}",
             f"{row['worst_similarity']:.4f}",
             f"{row['loss']:.4f}",
-            f"{row['passkey']:.1%}",
-            f"{row['passkey_beyond']:.1%}",
+            f"{row['loss_distant']:.4f}",
+            *("-" if row[key] is None else f"{row[key]:.1%}" for key in ("passkey", "passkey_beyond")),
         ]
         for name, row in found.items()
     ]
