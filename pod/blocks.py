@@ -2,11 +2,12 @@
 
 A block is a run of consecutive layers of one KV head; its lowest layer, the anchor, holds the keys of distant tokens
 for all of them. Blocks are found from a similarity of attention scores by the greedy grouping of PoD (arXiv 2412.02252,
-Algorithm 1), or by the partition that is best for a saving; per KV head because a key can only be dropped when every
-query head that reads it shares.
+Algorithm 1), or by the partition that is best for a saving, by that similarity or by what sharing was measured to cost;
+per KV head because a key can only be dropped when every query head that reads it shares.
 
     blocks = LayerBlocks.for_saving(similarity, kv_saving=0.35)    # similarity: [H_kv, L, L]
     blocks = LayerBlocks.for_saving(similarity, kv_saving=0.35, method="sum")
+    blocks = LayerBlocks.for_damage(costs, kv_saving=0.35)         # costs: [H_kv, L, L], of pod.similarity
     blocks.save("blocks.json")
 
 Shapes: L layers, H_kv KV heads, C candidate thresholds.
@@ -172,35 +173,60 @@ class LayerBlocks:
             raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
         similarity = _validated_similarity(similarity)
         num_kv_heads, num_layers, _ = similarity.shape
-        kv_saving = float(kv_saving)
-        if not 0 <= kv_saving <= 0.5:
-            raise ValueError(
-                f"kv_saving must be in [0, 0.5], got {kv_saving:g}: only keys are shared, half of the cache"
-            )
-        if kv_saving == 0:
+        wanted = _wanted(kv_saving, num_layers, num_kv_heads)
+        if wanted == 0:
             return cls.dense(num_layers, num_kv_heads)
-
-        # The lowest threshold puts every layer of a head into one block, so this is reached, and nothing is above it.
-        maximum = (num_layers - 1) / (2 * num_layers)
-        if kv_saving > maximum:
-            raise ValueError(
-                f"kv_saving={kv_saving:g} is more than this model can give: with {num_layers} layers the maximum is "
-                f"{maximum:.4f} (one block per KV head)"
-            )
-        pairs = 2 * num_layers * num_kv_heads
         lower = torch.ones(num_layers, num_layers, dtype=torch.bool, device="cpu").tril(-1)
         candidates = similarity[:, lower].unique()  # [C], ascending
         if method != "greedy":
-            wanted = next(count for count in range(pairs) if count / pairs >= kv_saving)
             worst = _largest_worst(similarity, candidates, wanted) if method == "worst" else 0.0
-            anchors = _best_anchors(similarity, worst, wanted)
+            anchors = _best_anchors(_gains(similarity, worst), wanted)
             return cls(anchors, {"method": method})
         shared = torch.zeros(len(candidates), dtype=torch.int64, device="cpu")
         for layer, anchors in enumerate(_greedy_anchors(similarity, candidates)):
             shared += (anchors != layer).sum(dim=-1)
-        enough = shared.double() / pairs >= kv_saving
-        threshold = candidates[enough.nonzero()[-1, 0]].item()
+        threshold = candidates[(shared >= wanted).nonzero()[-1, 0]].item()
         return cls.from_similarity(similarity, threshold)
+
+    @classmethod
+    def for_damage(cls, costs: Tensor, kv_saving: float = 0.35) -> LayerBlocks:
+        """The cheapest blocks that save the wanted share of the KV cache, by what sharing was measured to cost.
+
+        Of all partitions of all heads that share exactly as many layers as the saving takes, the one whose summed cost
+        is least, a block costing what its layers cost with the block's anchor. As with `for_saving`'s `sum`, dynamic
+        programming over the partitions of each head and then over the heads finds it; nothing is relaxed.
+
+        Args:
+            costs: [H_kv, L, L], from `pod.similarity.sharing_damage`: entry [g, a, l] is what it costs KV head g of
+                layer l to take its distant scores from layer a < l, at least 0; inf forbids it. Others are not read.
+            kv_saving: the wanted share of the dense cache's bytes, in [0, 0.5]; 0 gives `dense`.
+
+        Raises:
+            ValueError: `costs` is not such a tensor, `kv_saving` is outside [0, 0.5], or it is more than a model of L
+                layers, or these costs, can give. The message names that maximum.
+        """
+        costs = torch.as_tensor(costs).detach().to("cpu", torch.float64)
+        shape = tuple(costs.shape)
+        if len(shape) != 3 or shape[1] != shape[2] or 0 in shape:
+            raise ValueError(f"costs must be [kv_heads, layers, layers], got {list(shape)}")
+        num_kv_heads, num_layers, _ = shape
+        wrong = ~(costs >= 0) & torch.ones(shape[1:], dtype=torch.bool, device="cpu").triu(1)
+        if wrong.any():
+            head, anchor, layer = wrong.nonzero()[0].tolist()
+            raise ValueError(
+                f"costs must be at least 0, got {costs[head, anchor, layer].item():g} for KV head {head}, layer "
+                f"{layer} with the scores of layer {anchor}"
+            )
+        wanted = _wanted(kv_saving, num_layers, num_kv_heads)
+        if wanted == 0:
+            return cls.dense(num_layers, num_kv_heads)
+        gains = -costs.triu(1)
+        if (most := _most_shared(gains)) < wanted:
+            raise ValueError(
+                f"kv_saving={kv_saving:g} is more than these costs can give: where none is inf, the maximum is "
+                f"{most / (2 * num_layers * num_kv_heads):.4f}"
+            )
+        return cls(_best_anchors(gains, wanted), {"method": "damage"})
 
     @classmethod
     def dense(cls, num_layers: int, num_kv_heads: int) -> LayerBlocks:
@@ -437,20 +463,40 @@ def _greedy_anchors(similarity: Tensor, thresholds: Tensor) -> Iterator[Tensor]:
         yield anchors
 
 
-def _tables(similarity: Tensor, worst: float) -> tuple[Tensor, Tensor]:
+def _wanted(kv_saving: float, num_layers: int, num_kv_heads: int) -> int:
+    """The least number of layers, over all KV heads, that must share to save so much."""
+    kv_saving = float(kv_saving)
+    if not 0 <= kv_saving <= 0.5:
+        raise ValueError(f"kv_saving must be in [0, 0.5], got {kv_saving:g}: only keys are shared, half of the cache")
+    # One block per head is the most that there is.
+    maximum = (num_layers - 1) / (2 * num_layers)
+    if kv_saving > maximum:
+        raise ValueError(
+            f"kv_saving={kv_saving:g} is more than this model can give: with {num_layers} layers the maximum is "
+            f"{maximum:.4f} (one block per KV head)"
+        )
+    pairs = 2 * num_layers * num_kv_heads
+    return next(count for count in range(pairs) if count / pairs >= kv_saving)
+
+
+def _gains(similarity: Tensor, worst: float) -> Tensor:
+    """[g, a, l]: what layer l gains by the scores of layer a < l; -inf where they are less alike than `worst`."""
+    alike = similarity.mT  # of [higher, lower] entries
+    return alike.masked_fill(alike < worst, -torch.inf).triu(1)
+
+
+def _tables(gains: Tensor) -> tuple[Tensor, Tensor]:
     """The best partitions of each head's lowest layers, for every number of them and of shared ones.
 
-    similarity: [H_kv, L, L] float64. worst: what a layer's similarity to its anchor must be at least.
+    gains: [H_kv, L, L] float64, [g, a, l] of layer l with the scores of layer a; 0 on and below the diagonal.
 
     Returns:
-        best: [H_kv, L + 1, L] float64: entry [g, e, m] is the largest summed similarity to the anchors over all
-            partitions of head g's layers 0 .. e-1 that share m of them, -inf where there is none.
+        best: [H_kv, L + 1, L] float64: entry [g, e, m] is the largest summed gain over all partitions of head g's
+            layers 0 .. e-1 that share m of them, -inf where there is none.
         starts: [H_kv, L + 1, L] int64, where the last block of that partition begins.
     """
-    num_kv_heads, num_layers, _ = similarity.shape
-    alike = similarity.mT.triu(1)  # [g, anchor, layer], of [higher, lower] entries
-    alike = alike.masked_fill(alike < worst, -torch.inf).triu(1)
-    sums = alike.cumsum(-1)  # [g, s, l]: of a block s .. l
+    num_kv_heads, num_layers, _ = gains.shape
+    sums = gains.cumsum(-1)  # [g, s, l]: of a block s .. l
     best = torch.full((num_kv_heads, num_layers + 1, num_layers), -torch.inf, dtype=torch.float64, device="cpu")
     starts = torch.zeros(num_kv_heads, num_layers + 1, num_layers, dtype=torch.int64, device="cpu")
     best[:, 0, 0] = 0.0
@@ -464,22 +510,27 @@ def _tables(similarity: Tensor, worst: float) -> tuple[Tensor, Tensor]:
     return best, starts
 
 
+def _most_shared(gains: Tensor) -> int:
+    """How many layers the heads together can share."""
+    best, _ = _tables(gains)
+    # Whatever can be shared, one less can: the last layer of a block becomes a block.
+    return int((best[:, -1].isfinite().sum(-1) - 1).sum())
+
+
 def _largest_worst(similarity: Tensor, candidates: Tensor, wanted: int) -> float:
     """The largest of the candidates (ascending) at which the heads together can share so many layers."""
     low, high = 0, len(candidates)  # at the lowest, all layers can share
     while high - low > 1:
         middle = (low + high) // 2
-        best, _ = _tables(similarity, candidates[middle].item())
-        # Whatever can be shared, one less can: the last layer of a block becomes a block.
-        most = int((best[:, -1].isfinite().sum(-1) - 1).sum())
+        most = _most_shared(_gains(similarity, candidates[middle].item()))
         low, high = (middle, high) if most >= wanted else (low, middle)
     return candidates[low].item()
 
 
-def _best_anchors(similarity: Tensor, worst: float, wanted: int) -> Tensor:
-    """[L, H_kv] anchors of the partition that shares `wanted` layers, with the largest summed similarity to anchors."""
-    num_kv_heads, num_layers, _ = similarity.shape
-    best, starts = _tables(similarity, worst)
+def _best_anchors(gains: Tensor, wanted: int) -> Tensor:
+    """[L, H_kv] anchors of the partition that shares `wanted` layers, with the largest summed gain."""
+    num_kv_heads, num_layers, _ = gains.shape
+    best, starts = _tables(gains)
     # total[m]: the best of the heads so far that share m layers together; counts: how many of these the last one does.
     total = torch.full((wanted + 1,), -torch.inf, dtype=torch.float64, device="cpu")
     total[0] = 0.0

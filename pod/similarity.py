@@ -1,12 +1,19 @@
-"""How alike are the attention scores of two layers? PoD's Eq. 2 (arXiv 2412.02252), measured on a few samples.
+"""What would it cost two layers to share the attention scores of distant tokens? Measured on a few samples, two ways.
 
-The paper names the Jensen-Shannon divergence a similarity and merges layers where it is *high*; here
-`similarity = 1 - JS` with base-2 logarithms, so that 1 means identical rows of attention and 0 disjoint ones. The rows
-are those of the last `last_q` tokens of each sample, after RoPE, q/k norm and softmax. A layer can drop the key of a KV
-head only if every query head that reads it shares, hence the average over each group of query heads.
+*Similarity* is PoD's Eq. 2 (arXiv 2412.02252). The paper names the Jensen-Shannon divergence a similarity and merges
+layers where it is *high*; here `similarity = 1 - JS` with base-2 logarithms, so that 1 means identical rows of
+attention and 0 disjoint ones. The rows are those of the last `last_q` tokens of each sample, after RoPE, q/k norm and
+softmax. A layer can drop the key of a KV head only if every query head that reads it shares, hence the average over
+each group of query heads.
 
-    similarity = attention_similarity(model, batches)          # [H_kv, L, L], the input of LayerBlocks
+*Damage* looks at what sharing does to the layer's output: the layer's distant logits are replaced by another layer's,
+and the change that this makes in what the layer adds to the residual stream is weighed against that stream. It knows
+what the similarity does not: that a layer which looks at nothing distant loses nothing, how large its values are, and
+at which sinks and recent tokens the model will run.
+
+    similarity = attention_similarity(model, batches)          # [H_kv, L, L], the input of LayerBlocks.for_saving
     plot_similarity(similarity, "similarity.png")              # the heat map of the paper's Figure 1-(d)
+    costs = sharing_damage(model, batches, sink_size=16, recent_size=4080)      # the input of LayerBlocks.for_damage
 
 Shapes: B batch, T tokens, L layers, H query heads, H_kv KV heads, G = H / H_kv, D head size, q queries, N keys.
 """
@@ -14,16 +21,16 @@ Shapes: B batch, T tokens, L layers, H query heads, H_kv KV heads, G = H / H_kv,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from pod.extras import require
 from pod.files import replacing
+from pod.model.probe import Seen, watch
 
 if TYPE_CHECKING:
     from pod.blocks import LayerBlocks
@@ -31,7 +38,6 @@ if TYPE_CHECKING:
 _SCRATCH_BYTES = 64 * 2**20  # size of each of the at most three temporaries while divergences are computed
 
 
-@torch.no_grad()
 def attention_similarity(
     model: nn.Module,
     batches: Iterable[Tensor | Mapping[str, Tensor]],
@@ -77,53 +83,191 @@ def attention_similarity(
             with sliding-window layers.
         RuntimeError: the model's attention scores are not finite.
     """
-    from tqdm.auto import tqdm
+    meter = Similarity(last_q, distant_only=distant_only, sink_size=sink_size, recent_size=recent_size)
+    watch(model, batches, [meter], "attention similarity", progress)
+    return meter.result()
 
-    if last_q < 1:
-        raise ValueError(f"last_q must be at least 1, got {last_q}")
+
+def sharing_damage(
+    model: nn.Module,
+    batches: Iterable[Tensor | Mapping[str, Tensor]],
+    sink_size: int,
+    recent_size: int,
+    *,
+    queries: int = 64,
+    progress: bool = True,
+) -> Tensor:
+    """What it costs a layer to take its distant logits from another layer, for each KV head.
+
+    Entry [g, a, l] is, for the queries of KV head g in layer l: the logits of distant keys (`j >= sink_size` and
+    `i - j >= recent_size`, counted from the sample's first token) are replaced by those of layer a, and the change of
+    the attention output, through the head's columns of the output projection, squared, is divided by the squared norm
+    of the residual stream behind layer l; averaged over the queries of all samples. Everything is float32.
+
+    Memory: beside the model's own forward of one sample there are each layer's weights of distant keys,
+    `4 * L * H * queries * T` bytes, and the logits of one layer; no [T, T] is formed.
+
+    Args:
+        model, batches: as in `attention_similarity`; a PoD model's layers are measured as they run in it.
+        sink_size: number of sink tokens, >= 0, as the model will be converted with.
+        recent_size: number of recent tokens up to and including the query itself, >= 1.
+        queries: how many tokens of each sample are looked at, spread evenly over those that have distant keys.
+        progress: show a tqdm progress bar that counts samples.
+
+    Returns:
+        [H_kv, L, L], float32, on the CPU, for `LayerBlocks.for_damage`; 0 where a >= l, as a layer takes scores from
+        lower ones alone.
+
+    Raises:
+        ValueError: no samples; a number too small; right padding; no sample with distant keys; a model of another
+            build, or one with sliding-window layers.
+        RuntimeError: a cost is not finite.
+    """
+    meter = Damage(sink_size, recent_size, queries)
+    watch(model, batches, [meter], "sharing damage", progress)
+    return meter.result()
+
+
+class Similarity:
+    """`attention_similarity` as a meter of `pod.model.probe.watch`; its arguments are explained there."""
+
+    def __init__(
+        self, last_q: int = 16, *, distant_only: bool = False, sink_size: int = 16, recent_size: int = 4080
+    ) -> None:
+        if last_q < 1:
+            raise ValueError(f"last_q must be at least 1, got {last_q}")
+        _check_sizes(sink_size, recent_size)
+        self.last_q, self.distant_only, self.sink_size, self.recent_size = last_q, distant_only, sink_size, recent_size
+        # Allowed keys of query i are first_key <= j <= i - offset.
+        self.first_key, self.offset = (sink_size, recent_size) if distant_only else (0, 0)
+        self.divergence: Tensor | None = None  # [H_kv, L, L] float64, summed over queries and query heads
+        self.num_rows = self.longest = 0
+        self.rows: Tensor | None = None  # [L, H_kv, G * q, N] of one sample; zero where a key is not allowed
+
+    def begin(self, length: int, layers: int) -> bool:
+        if length < self.last_q:
+            raise ValueError(f"a sample has {length} tokens, fewer than last_q={self.last_q}: lower last_q or drop it")
+        self.longest, self.layers, self.length = max(self.longest, length), layers, length
+        self.num_queries = min(self.last_q, length - self.first_key - self.offset)  # earlier ones have no allowed key
+        return self.num_queries > 0
+
+    def enter(self, layer: int, seen: Seen) -> None:
+        queries, keys = slice(self.length - self.num_queries, None), slice(self.first_key, self.length - self.offset)
+        logits = seen.logits(queries, keys)
+        positions = torch.arange(self.length, device=logits.device)
+        forbidden = positions[keys] > positions[queries, None] - self.offset  # [q, N]
+        logits.view(len(logits), -1, *forbidden.shape).masked_fill_(forbidden, -math.inf)
+        if self.rows is None:
+            self.rows = logits.new_empty(self.layers, *logits.shape)
+        self.rows[layer].copy_(logits.softmax(-1))
+
+    def leave(self, layer: int, hidden_states: Tensor) -> None:
+        pass
+
+    def end(self) -> None:
+        sums = _divergence_sums(self.rows)
+        self.num_rows += self.rows.shape[2]
+        self.rows = None  # before the next sample's are allocated
+        self.divergence = sums if self.divergence is None else self.divergence + sums
+
+    def result(self) -> Tensor:
+        """[H_kv, L, L], as `attention_similarity` returns it."""
+        if self.divergence is None:
+            raise ValueError(_too_short("distant_only=True", self.longest, self.sink_size, self.recent_size))
+        if not self.divergence.isfinite().all():
+            raise RuntimeError(
+                "the model's attention scores are not finite: is its dtype too narrow or a weight broken?"
+            )
+        similarity = (1.0 - self.divergence / self.num_rows).clamp_(0.0, 1.0).float()
+        similarity.diagonal(dim1=1, dim2=2).fill_(1.0)
+        return similarity
+
+
+class Damage:
+    """`sharing_damage` as a meter of `pod.model.probe.watch`; its arguments are explained there.
+
+    A softmax over proximal and distant logits is the two softmaxes merged by their log-sum-exp, and an anchor's distant
+    one is the same whichever layer takes it: only its product with that layer's values is made anew for every pair.
+    """
+
+    def __init__(self, sink_size: int, recent_size: int, queries: int = 64) -> None:
+        _check_sizes(sink_size, recent_size)
+        if queries < 1:
+            raise ValueError(f"queries must be at least 1, got {queries}")
+        self.sink_size, self.recent_size, self.queries = sink_size, recent_size, queries
+        self.sums: Tensor | None = None  # [H_kv, L, L] float64, over queries
+        self.count = self.longest = 0
+
+    def begin(self, length: int, layers: int) -> bool:
+        self.longest, self.layers, self.length = max(self.longest, length), layers, length
+        first = self.sink_size + self.recent_size  # the lowest query with a distant key
+        count = min(self.queries, length - first)
+        if count < 1:
+            return False
+        self.at = torch.linspace(first, length - 1, count, dtype=torch.float64, device="cpu").round().long()
+        self.weights: Tensor | None = None  # [H_kv, L, G * q, N], each layer's softmax over distant keys
+        return True
+
+    def enter(self, layer: int, seen: Seen) -> None:
+        at = self.at.to(seen.hidden_states.device)
+        distant = slice(self.sink_size, self.length - self.recent_size)
+        logits = seen.logits(at, slice(None))  # [H_kv, G * q, T]
+        values = seen.project("v", slice(None)).float()  # [H_kv, T, D]
+        ages = at[:, None] - torch.arange(self.length, device=at.device)  # [q, T]
+        heads, rows = logits.shape[:2]
+        by_query = logits.view(heads, -1, *ages.shape)
+        far = by_query[..., distant].masked_fill(ages[:, distant] < self.recent_size, -math.inf).view(heads, rows, -1)
+        is_distant = ages >= self.recent_size
+        is_distant[:, : self.sink_size] = False
+        near = by_query.masked_fill_(is_distant | (ages < 0), -math.inf).view(heads, rows, -1)
+        if self.weights is None:
+            self.weights = logits.new_empty(heads, self.layers, *far.shape[1:])
+            self.masses = logits.new_empty(heads, self.layers, rows, 1)
+        self.masses[:, layer] = far.logsumexp(-1, keepdim=True)
+        self.weights[:, layer] = far.softmax(-1)
+        own = near.softmax(-1) @ values
+        taken = self.weights[:, : layer + 1].flatten(1, 2) @ values[:, distant]
+        taken = taken.view(heads, layer + 1, rows, -1)
+        gate = torch.sigmoid(near.logsumexp(-1, keepdim=True)[:, None] - self.masses[:, : layer + 1])
+        out = gate * own[:, None] + (1 - gate) * taken
+        change = (out[:, :layer] - out[:, layer:]).view(heads, layer, rows // len(at), len(at), values.shape[-1])
+        change = change.transpose(2, 3).flatten(3)  # [H_kv, layer, q, G * D], as the output projection has its columns
+        columns = seen.module.o_proj.weight.float().view(-1, heads, change.shape[-1]).transpose(0, 1)
+        gram = columns.mT @ columns  # |columns @ change|^2 without a vector of the model's width for every pair
+        self.errors = ((change @ gram[:, None]) * change).sum(-1).clamp_(min=0)  # [H_kv, layer, q]
+
+    def leave(self, layer: int, hidden_states: Tensor) -> None:
+        energy = hidden_states[0, self.at.to(hidden_states.device)].float().square().sum(-1)
+        if self.sums is None:
+            shape = (len(self.errors), self.layers, self.layers)
+            self.sums = torch.zeros(shape, dtype=torch.float64, device="cpu")
+        self.sums[:, :layer, layer] += (self.errors / energy.to(self.errors.device)).sum(-1).double().cpu()
+
+    def end(self) -> None:
+        self.count += len(self.at)
+        self.weights = None  # before the next sample's are allocated
+
+    def result(self) -> Tensor:
+        """[H_kv, L, L], as `sharing_damage` returns it."""
+        if self.sums is None:
+            raise ValueError(_too_short("the damage of sharing", self.longest, self.sink_size, self.recent_size))
+        if not self.sums.isfinite().all():
+            raise RuntimeError("the damage is not finite: is the model's dtype too narrow or a weight broken?")
+        return (self.sums / self.count).float()
+
+
+def _check_sizes(sink_size: int, recent_size: int) -> None:
     if sink_size < 0:
         raise ValueError(f"sink_size must be at least 0, got {sink_size}")
     if recent_size < 1:
         raise ValueError(f"recent_size must be at least 1 (the token itself), got {recent_size}")
-    attentions = _attention_modules(model)
-    device = model.get_input_embeddings().weight.device
-    # Allowed keys of query i are first_key <= j <= i - offset.
-    first_key, offset = (sink_size, recent_size) if distant_only else (0, 0)
 
-    divergence: Tensor | None = None  # [H_kv, L, L] float64, summed over queries and query heads
-    num_samples = num_rows = longest = 0
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        for input_ids in tqdm(_samples(batches), desc="attention similarity", unit="sample", disable=not progress):
-            length = input_ids.numel()
-            if length < last_q:
-                raise ValueError(f"a sample has {length} tokens, fewer than last_q={last_q}: lower last_q or drop it")
-            num_samples += 1
-            longest = max(longest, length)
-            num_queries = min(last_q, length - first_key - offset)  # earlier ones have no allowed key
-            if num_queries < 1:
-                continue
-            rows = _attention_rows(model, attentions, input_ids.to(device), num_queries, first_key, offset)
-            sample_divergence = _divergence_sums(rows)
-            num_rows += rows.shape[2]
-            del rows  # before the next sample's are allocated
-            divergence = sample_divergence if divergence is None else divergence + sample_divergence
-    finally:
-        for module, training in modes:
-            module.training = training
-    if num_samples == 0:
-        raise ValueError("batches holds no samples: give at least one [B, T] tensor of input_ids")
-    if divergence is None:
-        raise ValueError(
-            f"the sequences are too short for distant_only=True: the longest has {longest} tokens, and a distant key "
-            f"needs more than sink_size + recent_size = {sink_size} + {recent_size} = {sink_size + recent_size}"
-        )
-    if not divergence.isfinite().all():
-        raise RuntimeError("the model's attention scores are not finite: is its dtype too narrow or a weight broken?")
-    similarity = (1.0 - divergence / num_rows).clamp_(0.0, 1.0).float()
-    similarity.diagonal(dim1=1, dim2=2).fill_(1.0)
-    return similarity
+
+def _too_short(what: str, longest: int, sink_size: int, recent_size: int) -> str:
+    return (
+        f"the sequences are too short for {what}: the longest has {longest} tokens, and a distant key needs more than "
+        f"sink_size + recent_size = {sink_size} + {recent_size} = {sink_size + recent_size}"
+    )
 
 
 def plot_similarity(similarity: Tensor, path: str | Path, blocks: LayerBlocks | None = None) -> None:
@@ -139,12 +283,27 @@ def plot_similarity(similarity: Tensor, path: str | Path, blocks: LayerBlocks | 
         ValueError: `similarity` is not [H_kv, L, L], or `blocks` are of another shape.
         ImportError: matplotlib is not installed.
     """
-    if similarity.ndim != 3 or similarity.shape[1] != similarity.shape[2]:
-        raise ValueError(f"similarity must be [H_kv, L, L], got {list(similarity.shape)}")
-    num_heads, num_layers, _ = similarity.shape
+    _plot(similarity, "similarity", path, blocks, "similarity (1 - JS divergence)", "Attention similarity", "linear")
+
+
+def plot_damage(costs: Tensor, path: str | Path, blocks: LayerBlocks | None = None) -> None:
+    """Draw the costs of `sharing_damage` as `plot_similarity` draws similarities, on a logarithmic scale.
+
+    Raises:
+        ValueError: `costs` is not [H_kv, L, L], or `blocks` are of another shape.
+    """
+    _plot(costs, "costs", path, blocks, "change of the output / residual stream", "Damage of sharing", "log")
+
+
+def _plot(
+    values: Tensor, name: str, path: str | Path, blocks: LayerBlocks | None, label: str, title: str, scale: str
+) -> None:
+    if values.ndim != 3 or values.shape[1] != values.shape[2]:
+        raise ValueError(f"{name} must be [H_kv, L, L], got {list(values.shape)}")
+    num_heads, num_layers, _ = values.shape
     if blocks is not None and tuple(blocks.anchors.shape) != (num_layers, num_heads):
         raise ValueError(
-            f"blocks are for [layers, KV heads] = {list(blocks.anchors.shape)}, the similarity for "
+            f"blocks are for [layers, KV heads] = {list(blocks.anchors.shape)}, the {name} for "
             f"{[num_layers, num_heads]}"
         )
     require("train", "matplotlib", what="a picture of the similarity")
@@ -156,9 +315,13 @@ def plot_similarity(similarity: Tensor, path: str | Path, blocks: LayerBlocks | 
     figure = Figure(figsize=(6.0, 5.0), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    image = axes.imshow(similarity.detach().float().mean(0).cpu().numpy(), vmin=0.0, vmax=1.0, origin="lower")
-    figure.colorbar(image, ax=axes, label="similarity (1 - JS divergence)")
-    axes.set(xlabel="layer", ylabel="layer", title="Attention similarity, mean over KV heads")
+    shown = values.detach().float().mean(0).cpu().numpy()
+    limits = {"vmin": 0.0, "vmax": 1.0} if scale == "linear" else {"norm": "log"} if shown.any() else {}
+    image = axes.imshow(shown if scale == "linear" else shown.T, origin="lower", **limits)
+    figure.colorbar(image, ax=axes, label=label)
+    axes.set(xlabel="layer", ylabel="layer", title=f"{title}, mean over KV heads")
+    if scale == "log":
+        axes.set(xlabel="layer whose scores are taken", ylabel="layer that takes them")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.yaxis.get_major_locator().set_params(integer=True)
     for first, size in _common_blocks(blocks.anchors) if blocks is not None else []:
@@ -174,131 +337,6 @@ def _common_blocks(anchors: Tensor) -> list[tuple[int, int]]:
         return []
     firsts, sizes = torch.unique_consecutive(anchors[:, 0], return_counts=True)
     return list(zip(firsts.tolist(), sizes.tolist(), strict=True))
-
-
-def _attention_modules(model: nn.Module) -> list[nn.Module]:
-    """The self-attention modules of a supported model, lowest layer first; else a ValueError that names the model."""
-    name = type(model).__name__
-    layers = getattr(getattr(model, "model", None), "layers", None)
-    modules = [getattr(layer, "self_attn", None) for layer in layers] if isinstance(layers, nn.ModuleList) else []
-    is_fused = bool(modules) and hasattr(modules[0], "qkv_proj")
-    needed = (*(("qkv_proj",) if is_fused else ("q_proj", "k_proj")), "head_dim", "scaling")
-    if not modules or any(not hasattr(module, part) for module in modules for part in needed):
-        raise ValueError(
-            f"{name} is not supported: attention_similarity needs model.model.layers[i].self_attn with "
-            f"{', '.join(needed)}, as causal LMs of the Llama, Mistral, Qwen2, Qwen3 and Phi-3 families have"
-        )
-    config = getattr(model, "config", None)
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is None:  # Mistral's way: one window for all layers
-        window = getattr(config, "sliding_window", None)
-        layer_types = ["full_attention" if window is None else "sliding_attention"] * len(modules)
-    other = [f"{layer} ({kind})" for layer, kind in enumerate(layer_types) if kind != "full_attention"]
-    if other:
-        raise ValueError(
-            f"{name} has layers without full attention: {', '.join(other)}. Layers can only be compared when all "
-            "of them attend to the same keys; use a model with full attention, or load this one with its "
-            "sliding window off (config.sliding_window = None and every config.layer_types 'full_attention')"
-        )
-    return modules
-
-
-def _samples(batches: Iterable[Tensor | Mapping[str, Tensor]]) -> Iterator[Tensor]:
-    """The rows of all batches, one by one and without their left padding: each a 1-D tensor of token ids."""
-    for batch in batches:
-        mask = None
-        if isinstance(batch, Mapping):
-            if "input_ids" not in batch:
-                raise ValueError(f"a batch must have input_ids, got only {sorted(batch)}")
-            input_ids, mask = batch["input_ids"], batch.get("attention_mask")
-        else:
-            input_ids = batch
-        if not isinstance(input_ids, Tensor) or input_ids.ndim != 2:
-            found = list(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
-            raise ValueError(
-                f"batches must be an iterable of input_ids tensors [B, T], or of dicts with them; got {found}"
-            )
-        if mask is None:
-            yield from input_ids
-            continue
-        if mask.shape != input_ids.shape:
-            raise ValueError(f"attention_mask is {list(mask.shape)}, input_ids {list(input_ids.shape)}: must be alike")
-        real = mask != 0
-        if bool((real[:, :-1] & ~real[:, 1:]).any()):
-            raise ValueError(
-                "attention_mask has padding after real tokens (right padding): pad on the left "
-                "(tokenizer.padding_side = 'left'), or give rows of their own length one by one"
-            )
-        for row, row_is_real in zip(input_ids, real, strict=True):
-            yield row[row_is_real.to(row.device)]
-
-
-def _attention_rows(
-    model: nn.Module, attentions: list[nn.Module], input_ids: Tensor, num_queries: int, first_key: int, offset: int
-) -> Tensor:
-    """One forward of one sample; the softmax rows of its last queries over keys first_key <= j <= i - offset.
-
-    Args:
-        input_ids: [T], no padding. num_queries: q, each with at least one allowed key.
-
-    Returns:
-        [L, H_kv, G * q, N] float32, N = T - offset - first_key; zero where a key is not allowed.
-    """
-    length = input_ids.numel()
-    queries, keys = slice(length - num_queries, length), slice(first_key, length - offset)
-    query_positions = torch.arange(length, device=input_ids.device)[queries, None]
-    forbidden = torch.arange(length, device=input_ids.device)[keys] > query_positions - offset  # [q, N]
-    rows: Tensor | None = None
-    seen: set[int] = set()
-
-    def record(layer: int) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            nonlocal rows
-            hidden_states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]  # [1, T, C]
-            cos, sin = kwargs["position_embeddings"] if "position_embeddings" in kwargs else args[1]  # each [1, T, D]
-            query = _project(module, "q", hidden_states[:, queries], cos[:, queries], sin[:, queries])[0]  # [H, q, D]
-            key = _project(module, "k", hidden_states[:, keys], cos[:, keys], sin[:, keys])[0]  # [H_kv, N, D]
-            # One matrix product per KV head serves its whole query group; keys are not repeated.
-            grouped = query.float().reshape(key.shape[0], -1, key.shape[-1])  # [H_kv, G * q, D]
-            logits = torch.matmul(grouped, key.float().transpose(1, 2)).mul_(module.scaling)  # [H_kv, G * q, N]
-            by_query = logits.view(key.shape[0], -1, *forbidden.shape)
-            by_query.masked_fill_(forbidden.to(logits.device), -math.inf)
-            if rows is None:
-                rows = logits.new_empty(len(attentions), *logits.shape)
-            rows[layer].copy_(logits.softmax(-1))
-            seen.add(layer)
-
-        return hook
-
-    handles = []
-    try:
-        for layer, module in enumerate(attentions):
-            handles.append(module.register_forward_pre_hook(record(layer), with_kwargs=True))
-        # No cache, and the logits of one token: neither is looked at.
-        model(input_ids=input_ids[None], use_cache=False, logits_to_keep=1)
-    finally:
-        for handle in handles:
-            handle.remove()
-    if rows is None or len(seen) != len(attentions):
-        raise RuntimeError(f"only layers {sorted(seen)} of {len(attentions)} called their self_attn module")
-    return rows
-
-
-def _project(module: nn.Module, name: str, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The module's queries (name "q") or keys ("k") after norm and RoPE: [1, n, C] -> [1, heads, n, D]."""
-    if hasattr(module, "qkv_proj"):  # Phi-3's one matrix: queries, then keys, then values
-        kv = module.num_key_value_heads * module.head_dim
-        states = module.qkv_proj(hidden_states)
-        states = states[..., : -2 * kv] if name == "q" else states[..., -2 * kv : -kv]
-    else:
-        states = getattr(module, f"{name}_proj")(hidden_states)
-    states = states.view(*states.shape[:2], -1, module.head_dim)
-    norm = getattr(module, f"{name}_norm", None)
-    if norm is not None:
-        states = norm(states)
-    states = states.transpose(1, 2)
-    # The function rotates a pair; queries and keys are of different lengths here, so its other half gets no heads.
-    return apply_rotary_pos_emb(states, states[:, :0], cos, sin)[0]
 
 
 def _divergence_sums(rows: Tensor) -> Tensor:

@@ -420,3 +420,67 @@ def test_plot_writes_a_png(blocks, tmp_path):
     blocks.plot(path)
     assert path.read_bytes().startswith(b"\x89PNG")
     assert path.stat().st_size > 2000
+
+
+# Blocks by damage
+
+
+def cost_of(costs, anchors):
+    """Summed cost of anchors [L][H_kv]."""
+    return sum(
+        costs[head, anchor, layer].item()
+        for layer, row in enumerate(anchors)
+        for head, anchor in enumerate(row)
+        if anchor != layer
+    )
+
+
+@given(st.integers(1, 2), st.integers(1, 6), st.integers(0, 2**31), st.floats(0, 0.5), st.floats(0, 0.6))
+@settings(deadline=None, max_examples=100)
+def test_for_damage_is_the_cheapest_of_all_partitions(num_kv_heads, num_layers, seed, wanted, forbidden):
+    generator = torch.Generator().manual_seed(seed)
+    shape = (num_kv_heads, num_layers, num_layers)
+    costs = torch.rand(shape, generator=generator, dtype=torch.float64)
+    costs[torch.rand(shape, generator=generator) < forbidden] = math.inf
+    by_count = {}  # shared layers -> the least cost
+    for ways in itertools.product(list(partitions(num_layers)), repeat=num_kv_heads):
+        anchors = list(zip(*ways, strict=True))
+        count = sum(anchor != layer for layer, row in enumerate(anchors) for anchor in row)
+        by_count[count] = min(by_count.get(count, math.inf), cost_of(costs, anchors))
+    pairs = 2 * num_layers * num_kv_heads
+    possible = [count for count, cost in by_count.items() if cost < math.inf]
+    enough = [count for count in sorted(by_count) if count / pairs >= wanted]
+    if not enough or enough[0] not in possible:
+        with pytest.raises(ValueError, match="the maximum is "):
+            LayerBlocks.for_damage(costs, wanted)
+        return
+    blocks = LayerBlocks.for_damage(costs, wanted)
+    assert blocks.kv_saving >= wanted and round(blocks.kv_saving * pairs) == enough[0]
+    assert cost_of(costs, blocks.anchors.tolist()) == pytest.approx(by_count[enough[0]])
+
+
+def test_for_damage_reads_the_upper_triangle_alone():
+    costs = torch.rand(2, 6, 6, generator=torch.Generator().manual_seed(0))
+    changed = costs.triu(1) + torch.full((6, 6), math.nan).tril()
+    blocks = LayerBlocks.for_damage(costs, 0.3)
+    assert LayerBlocks.for_damage(changed, 0.3) == blocks and blocks.metadata == {"method": "damage"}
+    assert LayerBlocks.for_damage(costs, 0).is_dense
+
+
+def test_for_damage_refuses():
+    costs = torch.rand(2, 6, 6, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(ValueError, match=r"\[kv_heads, layers, layers\], got \[6, 6\]"):
+        LayerBlocks.for_damage(costs[0])
+    with pytest.raises(ValueError, match=r"kv_saving must be in \[0, 0.5\], got 0.6"):
+        LayerBlocks.for_damage(costs, 0.6)
+    with pytest.raises(ValueError, match="with 6 layers the maximum is 0.4167"):
+        LayerBlocks.for_damage(costs, 0.45)
+    for wrong in (-1.0, math.nan):
+        costs[1, 2, 4] = wrong
+        with pytest.raises(ValueError, match=f"got {wrong:g} for KV head 1, layer 4 with the scores of layer 2"):
+            LayerBlocks.for_damage(costs)
+    costs[:] = math.inf
+    costs[:, 0, 1] = 0.5
+    assert LayerBlocks.for_damage(costs, 0.05).kv_saving == 1 / 12
+    with pytest.raises(ValueError, match="than these costs can give: where none is inf, the maximum is 0.0833"):
+        LayerBlocks.for_damage(costs, 0.1)

@@ -19,8 +19,21 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from pod.similarity import _common_blocks, _divergence_sums, attention_similarity, plot_similarity
+import pod
+from pod.model.probe import watch
+from pod.similarity import (
+    Damage,
+    Similarity,
+    _common_blocks,
+    _divergence_sums,
+    attention_similarity,
+    plot_damage,
+    plot_similarity,
+    sharing_damage,
+)
 
 LAYERS, HEADS, KV_HEADS = 5, 4, 2
 FAMILIES = {
@@ -187,6 +200,138 @@ class LargestTensor(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 self.numel = max(self.numel, tensor.numel())
         return out
+
+
+def layers_of(model, input_ids):
+    """Of one row and every layer: queries, keys and values as its attention gets them, and its output."""
+    seen, hidden = [], []
+
+    def record(module, query, key, value, attention_mask, **kwargs):
+        seen.append((query[0].double(), key[0].double(), value[0].double()))
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **kwargs)
+
+    ALL_ATTENTION_FUNCTIONS.register("recording", record)
+    ALL_MASK_ATTENTION_FUNCTIONS.register("recording", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    before = model.config._attn_implementation
+    handles = [
+        layer.register_forward_hook(lambda _, __, out: hidden.append(out[0].double())) for layer in model.model.layers
+    ]
+    try:
+        model.config._attn_implementation = "recording"
+        with torch.no_grad():
+            model(input_ids=input_ids, use_cache=False)
+    finally:
+        model.config._attn_implementation = before
+        for handle in handles:
+            handle.remove()
+    return [(*qkv, out) for qkv, out in zip(seen, hidden, strict=True)]
+
+
+def expected_damage(model, rows, sink_size, recent_size, queries):
+    """Plain loops in float64: [H_kv, L, L]."""
+    groups, count = HEADS // KV_HEADS, 0
+    costs = torch.zeros(KV_HEADS, LAYERS, LAYERS, dtype=torch.float64)
+    for row in rows:
+        layers, length = layers_of(model, row), row.shape[1]
+        first = sink_size + recent_size
+        for i in (
+            torch.linspace(first, length - 1, min(queries, length - first), dtype=torch.double).round().long().tolist()
+        ):
+            count += 1
+            for layer in range(LAYERS):
+                q, _, v, hidden = layers[layer]
+                o_proj = model.model.layers[layer].self_attn.o_proj.weight.double()
+                scale = q.shape[-1] ** -0.5
+
+                def attended(head, anchor, i=i, layer=layer, v=v, scale=scale, layers=layers):
+                    logits = []
+                    for j in range(i + 1):
+                        near = j < sink_size or i - j < recent_size
+                        q, k, *_ = layers[layer if near else anchor]
+                        logits.append(q[head, i] @ k[head // groups, j] * scale)
+                    return torch.stack(logits).softmax(0) @ v[head // groups, : i + 1]
+
+                own = [attended(head, layer) for head in range(HEADS)]
+                for anchor in range(layer):
+                    for kv_head in range(KV_HEADS):
+                        changed = list(own)
+                        for head in range(kv_head * groups, (kv_head + 1) * groups):
+                            changed[head] = attended(head, anchor)
+                        change = o_proj @ (torch.cat(changed) - torch.cat(own))
+                        costs[kv_head, anchor, layer] += change.square().sum() / hidden[i].square().sum()
+    return (costs / count).float()
+
+
+@pytest.mark.parametrize("family,sink_size,recent_size", [*((family, 2, 5) for family in FAMILIES), ("llama", 0, 1)])
+def test_damage_equals_direct_recomputation(family, sink_size, recent_size):
+    model = tiny_model(family)
+    rows = [tokens(1, 17), tokens(1, 9, seed=2), tokens(1, 7, seed=3)]  # with (2, 5) the last has no distant key
+    usable = [row for row in rows if row.shape[1] > sink_size + recent_size]
+    got = sharing_damage(model, rows, sink_size, recent_size, queries=4, progress=False)
+    assert got.shape == (KV_HEADS, LAYERS, LAYERS) and got.dtype == torch.float32 and got.device.type == "cpu"
+    expected = expected_damage(model, usable, sink_size, recent_size, 4)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-7)
+    upper = torch.ones(LAYERS, LAYERS, dtype=torch.bool).triu(1)
+    assert (got[:, upper] > 1e-5).all() and got[:, upper].std() > 1e-4 and not got[:, ~upper].any()
+
+
+def test_damage_of_a_pod_model_without_shared_layers_is_the_stock_models():
+    model, rows = tiny_model(), [tokens(2, 15)]
+    converted = pod.convert(model, pod.LayerBlocks.dense(LAYERS, KV_HEADS), 2, 3)
+    stock = sharing_damage(model, rows, 2, 3, queries=5, progress=False)
+    torch.testing.assert_close(sharing_damage(converted, rows, 2, 3, queries=5, progress=False), stock)
+
+
+def test_damage_of_left_padded_rows_and_in_one_pass_with_the_similarity():
+    model, rows = tiny_model("qwen3"), [tokens(1, length, seed=length) for length in (17, 9, 23)]
+    input_ids = torch.cat([torch.nn.functional.pad(row, (23 - row.shape[1], 0), value=5) for row in rows])
+    mask = torch.cat([torch.nn.functional.pad(torch.ones_like(row), (23 - row.shape[1], 0)) for row in rows])
+    alone = sharing_damage(model, rows, 2, 3, queries=6, progress=False)
+    assert torch.equal(
+        sharing_damage(model, [{"input_ids": input_ids, "attention_mask": mask}], 2, 3, queries=6, progress=False),
+        alone,
+    )
+    similarity, damage = Similarity(4), Damage(2, 3, 6)
+    forwards = []
+    model.register_forward_pre_hook(lambda *_: forwards.append(1))
+    watch(model, rows, [similarity, damage], "both", progress=False)
+    assert len(forwards) == 3
+    assert torch.equal(damage.result(), alone)
+    assert torch.equal(similarity.result(), attention_similarity(model, rows, 4, progress=False))
+
+
+def test_damage_refuses():
+    model = tiny_model()
+    with pytest.raises(ValueError, match=r"longest has 9 tokens.*4 \+ 5 = 9"):
+        sharing_damage(model, [tokens(1, 9)], 4, 5, progress=False)
+    with pytest.raises(ValueError, match="recent_size must be at least 1"):
+        sharing_damage(model, [tokens(1, 9)], 4, 0, progress=False)
+    with pytest.raises(ValueError, match="queries must be at least 1, got 0"):
+        sharing_damage(model, [tokens(1, 9)], 1, 1, queries=0, progress=False)
+    with pytest.raises(ValueError, match="no samples"):
+        sharing_damage(model, [], 1, 1, progress=False)
+    with torch.no_grad():
+        model.model.layers[3].self_attn.k_proj.weight[0, 0] = torch.nan
+    with pytest.raises(RuntimeError, match="not finite"):
+        sharing_damage(model, [tokens(1, 9)], 1, 1, progress=False)
+
+
+def test_plot_damage(tmp_path):
+    costs = torch.rand(KV_HEADS, LAYERS, LAYERS, generator=torch.Generator().manual_seed(0)).triu(1)
+    for name, values in {"some": costs, "one": torch.zeros(1, 1, 1)}.items():
+        plot_damage(values, tmp_path / f"{name}.png")
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    plot_damage(costs, tmp_path / "blocks.png", pod.LayerBlocks.uniform(LAYERS, KV_HEADS, 2))
+    assert (tmp_path / "blocks.png").read_bytes() != (tmp_path / "some.png").read_bytes()
+    with pytest.raises(ValueError, match=r"costs must be \[H_kv, L, L\], got \[5, 5\]"):
+        plot_damage(costs[0], tmp_path / "bad.png")
+
+
+def test_damage_never_forms_a_square():
+    length = 1024
+    with LargestTensor() as largest:
+        sharing_damage(tiny_model(attn_implementation="sdpa"), [tokens(1, length)], 2, 64, queries=4, progress=False)
+    assert largest.numel <= max(LAYERS * HEADS * 4 * length, length * 96)
 
 
 @pytest.mark.parametrize("distant_only", [False, True])

@@ -72,11 +72,13 @@ def load_chat(name: str, template: str | None) -> Callable[[list[dict[str, Any]]
     from jinja2.exceptions import TemplateError
     from transformers import AutoTokenizer, ByT5Tokenizer
 
+    from pod.model.gguf import local
+
     if name == "bytes":
         tokenizer = ByT5Tokenizer(extra_ids=0)
     else:
         try:
-            tokenizer = AutoTokenizer.from_pretrained(name)
+            tokenizer = AutoTokenizer.from_pretrained(local(name))
         except (OSError, ValueError) as error:
             raise ValueError(f"--tokenizer {name}: 'bytes' or a tokenizer's directory. {error}") from None
         if not tokenizer.is_fast:

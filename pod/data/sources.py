@@ -285,8 +285,10 @@ def load_tokenizer(name: str) -> tuple[Callable[[str], np.ndarray], int, int]:
         return encode_bytes, BYTES_VOCABULARY, 0
     from transformers import AutoTokenizer
 
+    from pod.model.gguf import local
+
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(local(name))
     except (OSError, ValueError) as error:
         raise ValueError(f"--tokenizer {name}: 'bytes' or a tokenizer's directory. {error}") from None
     end = tokenizer.eos_token_id

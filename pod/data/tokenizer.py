@@ -7,10 +7,11 @@ from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase
 
 from pod.data.prepared import PreparedData
 from pod.files import announce_hub
+from pod.model.gguf import local
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer `name`: `bytes`, a directory or a hub id.
+    """The tokenizer `name`: `bytes`, a directory, a hub id or a GGUF file.
 
     Raises:
         ValueError: none can be loaded from there.
@@ -19,7 +20,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         return ByT5Tokenizer(extra_ids=0)
     try:
         announce_hub(name)
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(local(name))
     except Exception as error:  # what tokenizers raises for a damaged file is a bare Exception
         raise ValueError(f"no tokenizer can be loaded from {name!r}: {' '.join(str(error).split())}") from error
 

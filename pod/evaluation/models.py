@@ -15,6 +15,7 @@ from pod.cache import PodCache
 from pod.files import opening
 from pod.model.decoder import PodModel
 from pod.model.families import convert
+from pod.model.gguf import local
 from pod.model.weights import load_causal_lm
 
 NO_EVICTION = "none"
@@ -24,7 +25,7 @@ def load(ckpt: str, device: str | None = None, dtype: str = "auto") -> tuple[Pre
     """The model and tokenizer of an export, or of any causal LM that transformers opens.
 
     Args:
-        ckpt: a directory or a hub id.
+        ckpt: a directory, a hub id or a GGUF file.
         device: "cpu", "cuda:1", ...; by default this process's GPU (torchrun's LOCAL_RANK), where there is one.
         dtype: "float32", "bfloat16", ...; "auto" is what the weights are stored in.
 
@@ -36,7 +37,7 @@ def load(ckpt: str, device: str | None = None, dtype: str = "auto") -> tuple[Pre
     try:
         with opening(ckpt):
             model = load_causal_lm(ckpt, dtype=dtype)
-            tokenizer = AutoTokenizer.from_pretrained(ckpt)
+            tokenizer = AutoTokenizer.from_pretrained(local(ckpt))
     except (OSError, ValueError) as error:
         where = "from there" if Path(ckpt).exists() else "from the hub, and it is no directory here"
         raise ValueError(f"--ckpt {ckpt}: no model and tokenizer can be loaded {where} ({error})") from error

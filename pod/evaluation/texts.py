@@ -1,5 +1,6 @@
 """Held-out texts: files that an option names, stretches of them, samples of a prepared directory."""
 
+import gzip
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -11,15 +12,18 @@ from pod.data.demo_corpus import held_out_text
 
 
 def read_text(path: Path, option: str) -> str:
-    """A UTF-8 file that a command-line option names.
+    """A UTF-8 file that a command-line option names; one that ends with .gz is unpacked.
 
     Raises:
         ValueError: it is not there, no file, or no UTF-8; names the option, the path and what to give instead.
     """
     try:
-        return path.read_text(encoding="utf-8")
+        content = path.read_bytes()
+        return (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8")
+    except EOFError as error:
+        raise ValueError(f"{option} {path}: truncated ({error}); get it anew") from error
     except OSError as error:
-        reason = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror
+        reason = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror or error
         raise ValueError(f"{option} {path}: {reason}; give the path of a UTF-8 text file") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{option} {path}: not UTF-8 ({error.reason} at byte {error.start}); convert it") from error

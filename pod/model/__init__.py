@@ -6,7 +6,10 @@ inputs.py             padding and packed documents read off a call; what is refu
 offload.py            activations kept in the CPU's memory
 decoder.py            the decoder stack and the causal LM, mixed into every family's
 families.py           the families' classes; convert
+adapter.py            a model by name, with an adapter on top: load
 graph.py              one CUDA graph for the decode steps of a generate call
+probe.py              a running model's attention layers, watched sample by sample
+gguf.py               GGUF files as Hugging Face folders, in the user's cache
 weights.py            all of a model's weights loaded, or refused by name; what tells them from others
 sequence_parallel.py  the exchange around attention: whole sequences of a rank's own heads
 shape.py              a model's sizes from its config: parameters, FLOPs

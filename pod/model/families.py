@@ -224,7 +224,8 @@ def convert(
     """Turn a Hugging Face causal LM into a PoD model that shares its weights.
 
     Args:
-        model_or_path: a causal LM of a supported family (or a PoD model, for other blocks), or where to load it from.
+        model_or_path: a causal LM of a supported family (or a PoD model, for other blocks), or where to load it from:
+            a directory, a hub id, a GGUF file.
         blocks: which layers share distant scores, per KV head.
         sink_size, recent_size: proximal tokens.
         share: "scores" (the paper's Eq. 3) or "keys"; "kv" for cross-layer attention, which shares values too, where

@@ -12,19 +12,21 @@ from transformers.utils import CONFIG_NAME, cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from pod.files import read_json, weights_sum
+from pod.model.gguf import local
 
 
 def load_causal_lm(where: str | Path, *, finite: bool = False, **options: Any) -> PreTrainedModel:
     """`AutoModelForCausalLM.from_pretrained` of all the weights: by itself, that draws at random what is not there.
 
     Args:
-        where: a directory or a hub id.
+        where: a directory, a hub id or a GGUF file.
         finite: refuse NaN and infinite weights; else a warning on stderr names them.
         options: of `from_pretrained`.
 
     Raises:
         ValueError: weights are missing, left over or of other shapes than the config says, or not finite; names them.
     """
+    where = local(where)
     if (base := _adapted(where)) is not None:
         load_causal_lm(base, device_map="meta")  # of an adapter's base, transformers does not tell what was missing
     try:
@@ -101,8 +103,9 @@ def weights_hash(where: str | Path) -> str:
 
     Args:
         where: a directory, of which it is a sha256 (`pod.files.weights_sum`), or a hub id that was loaded, of which it
-            is the commit; of an adapter of peft, also its base's.
+            is the commit; of an adapter of peft, also its base's. Of a GGUF file, of the directory that it becomes.
     """
+    where = local(where)
     base, folder = _adapted(where), _folder(where)
     own = weights_sum(folder) if Path(where).is_dir() else folder.name
     return own if base is None else f"{own} on {weights_hash(base)}"

@@ -56,7 +56,7 @@ class Model(Section):
     """The model to train."""
 
     base: str | None = Field(None, min_length=1)
-    """The Hugging Face model to start from: a directory or a hub id. null: start from scratch, from `model.config`."""
+    """The model to start from: a directory, a hub id or a GGUF file. null: start from scratch, from `model.config`."""
     config: dict[str, JsonValue] | None = None
     """The fields of a Hugging Face config, `model_type` among them, of a model trained from scratch. Any field may be
     set from the command line: model.config.hidden_size=64."""
@@ -126,8 +126,9 @@ class Blocks(Section):
     threshold: float | None = Field(None, ge=0, le=1)
     """The similarity from which layers share (the paper's delta), instead of a wanted saving: wins over
     `blocks.kv_saving` when given."""
-    method: Literal["greedy", "sum", "worst"] = "greedy"
+    method: Literal["greedy", "damage", "sum", "worst"] = "greedy"
     """How layers are grouped for `blocks.kv_saving`: `greedy` (the paper's Algorithm 1), or the best of all partitions:
+    `damage` (the least measured change of what layers give out, at `model.sink_size` and `model.recent_size`),
     `sum` (the largest summed similarity of sharing layers to their anchors), `worst` (the largest least one)."""
     samples: int = Field(1000, ge=1)
     """Training samples whose attention is compared to find the blocks."""

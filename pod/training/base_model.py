@@ -14,6 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from pod.files import opening
 from pod.model.families import FAMILIES
+from pod.model.gguf import local
 from pod.model.weights import load_causal_lm
 from pod.recipe.errors import RecipeError, closest
 
@@ -30,7 +31,7 @@ def first_config(
     """The stock config of what training begins with.
 
     Args:
-        base: a directory or a hub id; None: the config is made of the fields `model_config`.
+        base: a directory, a hub id or a GGUF file; None: the config is made of the fields `model_config`.
         rope_theta: replaces the RoPE base.
 
     Raises:
@@ -42,7 +43,7 @@ def first_config(
     else:
         try:
             with opening(base):
-                config = AutoConfig.from_pretrained(base)
+                config = AutoConfig.from_pretrained(local(base))
         except OSError as error:
             kind = "directory" if Path(base).exists() else "directory or hub model"
             raise ValueError(f"no model at {base!r}: it is no {kind} with a config.json ({error})") from error

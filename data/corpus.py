@@ -1,0 +1,207 @@
+"""Text to adapt an English model on, of three kinds, and what is held out of each: novel, code, manual.
+
+    python data/corpus.py --novels emma.txt mansfield_park.txt --out data/english
+    python -m pod.prepare --source data/english/train.jsonl.gz --out data/smollm2 \\
+        --tokenizer checkpoints/smollm2-135m --sequence-length 2048
+    python eval/perplexity.py --ckpt checkpoints/smollm2-135m --text data/english/held-out/novel.txt
+
+Novels are the files that are named; held out is Jane Austen's *Persuasion* (public domain), which the repository
+brings: data/held-out/persuasion.txt.gz. Code is the running Python's standard library, manuals are what the machine
+carries below /usr/share: packages' documentation (the kernel's where linux-doc is installed), manual and info pages,
+Perl's and Vim's handbooks; of both, 5 % of the documents are held out, by the hash of their content, so that it is the
+same ones wherever they are found. Of each kind as many bytes are taken as --megabytes says, in the order of their
+hashes. No document of the training text, and no long paragraph of its novels, is in a held-out text.
+
+Writes OUT/train.jsonl.gz (one document a line: text, source), OUT/held-out/KIND.txt and OUT/corpus.json (documents,
+bytes, and the sha256 of every held-out document).
+"""
+
+import argparse
+import gzip
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from pod.data.demo_corpus import standard_library
+
+NOVEL = Path(__file__).resolve().parent / "held-out/persuasion.txt.gz"
+HELD_OUT = 0.05
+LEAST = 2000  # bytes of a document
+PART = 50_000  # characters of a novel's parts, which end at a paragraph's end, and at most of a manual
+PARAGRAPH = 200  # characters from which a paragraph is nobody else's
+PLACES = (
+    ("doc", r"(?!.*(changelog|copyright|license|authors|thanks|news))(.*\.(txt|md|rst)|.*/readme[^/]*)(\.gz)?"),
+    ("man", r"man\d/[^/]*\.gz"),
+    ("info", r"[^/]*\.info[^/]*\.gz"),
+    ("perl", r".*\.pod"),
+    ("vim", r".*/doc/[^/]*\.txt"),
+)
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def held_out_novel() -> str:
+    """*Persuasion*, as it lies in the repository."""
+    return gzip.decompress(NOVEL.read_bytes()).decode()
+
+
+def paragraphs(text: str) -> set[str]:
+    """The long paragraphs of a text, each with single spaces."""
+    found = (" ".join(part.split()) for part in re.split(r"\n\s*\n", text))
+    return {part for part in found if len(part) >= PARAGRAPH}
+
+
+def novels(files: list[Path]) -> Iterator[str]:
+    """The files' parts.
+
+    Raises:
+        ValueError: a file is no UTF-8 text, or tells what the held-out novel tells; names it.
+    """
+    kept_back = paragraphs(held_out_novel())
+    for file in files:
+        try:
+            text = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"--novels {file}: not UTF-8 ({error.reason} at byte {error.start})") from error
+        if both := paragraphs(text) & kept_back:
+            raise ValueError(f"--novels {file} has {len(both)} paragraphs of the held-out {NOVEL.name}: leave it out")
+        part = ""
+        for piece in re.split(r"(?<=\n)(?=\n)", text):
+            part += piece
+            if len(part) >= PART:
+                yield part
+                part = ""
+        if part:
+            yield part
+
+
+def manuals(root: Path) -> Iterator[Path]:
+    """The files in which a system's packages carry prose; manual pages only where groff is installed to set them."""
+    for place, pattern in PLACES:
+        if place == "man" and shutil.which("groff") is None:
+            print("groff is not installed: manual pages are left out", file=sys.stderr)
+            continue
+        wanted = re.compile(pattern, re.IGNORECASE)
+        for file in sorted((root / place).rglob("*")):
+            if file.is_symlink() or not file.is_file() or not wanted.fullmatch(str(file.relative_to(root / place))):
+                continue
+            yield file
+
+
+def read_manual(file: Path) -> str | None:
+    """A manual's text, of a long one the beginning; None where it is none, or no UTF-8."""
+    try:
+        content = file.read_bytes()
+        content = gzip.decompress(content) if file.suffix == ".gz" else content
+        if re.fullmatch(r"man\d", file.parent.name):
+            command = ["groff", "-k", "-t", "-man", "-Tutf8", "-P-cbou", "-rHY=0"]
+            content = subprocess.run(command, input=content, capture_output=True).stdout
+        text = content.decode()
+    except (OSError, EOFError, UnicodeDecodeError):
+        return None
+    return None if "\0" in text else text[:PART]
+
+
+def is_held_out(text: str) -> bool:
+    return int(digest(text)[:8], 16) < HELD_OUT * 2**32
+
+
+def within(texts: Iterable[str], limit: float) -> list[str]:
+    """Different texts of at least `LEAST` bytes, in the order of their hashes, until they have `limit` bytes."""
+    chosen, size = [], 0
+    for _, text in sorted({digest(text): text for text in texts if len(text.encode()) >= LEAST}.items()):
+        if size >= limit:
+            break
+        chosen.append(text)
+        size += len(text.encode())
+    return chosen
+
+
+def collect(files: list[Path], root: Path, limit: float) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """(training documents, held-out documents) by kind.
+
+    Args:
+        files: novels.
+        root: where the system's packages have their texts.
+        limit: bytes of each kind; of what is held out of code and manuals, a twentieth.
+    """
+    code, code_held_out = ([module.decode() for module in modules] for modules in standard_library(HELD_OUT))
+    # Which files are looked at is decided by their names' hashes: to set a manual page takes a tenth of a second.
+    chosen, size = [], 0
+    for file in sorted(manuals(root), key=lambda file: digest(str(file.relative_to(root)))):
+        if size >= limit * (1 + 2 * HELD_OUT):
+            break
+        if text := read_manual(file):
+            chosen.append(text)
+            size += len(text.encode())
+    train = {
+        "novel": within(novels(files), limit),
+        "code": within(code, limit),
+        "manual": within((text for text in chosen if not is_held_out(text)), limit),
+    }
+    held_out = {
+        "novel": [held_out_novel()],
+        "code": within(code_held_out, limit * HELD_OUT),
+        "manual": within(filter(is_held_out, chosen), limit * HELD_OUT),
+    }
+    return train, held_out
+
+
+def write(out: Path, train: dict[str, list[str]], held_out: dict[str, list[str]]) -> dict[str, list[str]]:
+    """Write what the command promises; the hashes of the held-out documents by kind.
+
+    Raises:
+        ValueError: a document is on both sides.
+    """
+    hashes = {kind: sorted(map(digest, texts)) for kind, texts in held_out.items()}
+    kept_back = {each for some in hashes.values() for each in some}
+    if both := [text for texts in train.values() for text in texts if digest(text) in kept_back]:
+        raise ValueError(f"a document is held out and trained on: {both[0][:60]!r}...")
+    (out / "held-out").mkdir(parents=True, exist_ok=True)
+    with gzip.GzipFile(out / "train.jsonl.gz", "wb", mtime=0) as lines:
+        for kind, texts in train.items():
+            for text in texts:
+                lines.write(json.dumps({"text": text, "source": kind}).encode() + b"\n")
+    for kind, texts in held_out.items():
+        (out / f"held-out/{kind}.txt").write_text("\n".join(texts), encoding="utf-8")
+    count = {
+        kind: {"documents": len(texts), "bytes": sum(len(text.encode()) for text in texts)}
+        for kind, texts in train.items()
+    }
+    (out / "corpus.json").write_text(json.dumps({"train": count, "held_out": hashes}, indent=2) + "\n")
+    return hashes
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command; returns its exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--novels", type=Path, nargs="*", default=[], metavar="FILE", help="UTF-8 texts to train on")
+    parser.add_argument("--root", type=Path, default=Path("/usr/share"), help="where packages' texts are (/usr/share)")
+    parser.add_argument("--megabytes", type=float, default=4.0, help="of each kind (4)")
+    parser.add_argument("--out", type=Path, required=True, help="the folder to write")
+    options = parser.parse_args(arguments)
+    try:
+        train, held_out = collect(options.novels, options.root, options.megabytes * 1e6)
+        hashes = write(options.out, train, held_out)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    for kind, texts in train.items():
+        size = sum(len(text.encode()) for text in texts)
+        print(f"{kind}: {len(texts)} documents, {size:,} bytes; held out {len(hashes[kind])}")
+    print(f"written: {options.out}/train.jsonl.gz, held-out/, corpus.json")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

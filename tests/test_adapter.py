@@ -1,0 +1,90 @@
+"""pod.load with an adapter in PEFT's format: what it computes, what peft reads, what is refused."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from scripts import save, tiny_llama
+
+import pod
+
+peft = pytest.importorskip("peft")
+SIZES = {"sink_size": 2, "recent_size": 4, "share": "scores"}
+BLOCKS = pod.LayerBlocks([[0, 0], [0, 1], [0, 1]], SIZES)
+
+
+def logits_of(model):
+    with torch.no_grad():
+        return model(torch.arange(3, 43)[None] * 5, use_cache=False).logits
+
+
+@pytest.fixture
+def base(tmp_path):
+    return save(tiny_llama(num_hidden_layers=3), tmp_path / "base")
+
+
+@pytest.fixture
+def adapter(base, tmp_path):
+    """A folder as `pod.model.adapter` says, and the logits of the model that peft wrote it from."""
+    model = pod.convert(base, BLOCKS, **SIZES).eval()
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
+    torch.manual_seed(1)
+    wrapped = peft.get_peft_model(model, config).eval()
+    wrapped.save_pretrained(tmp_path / "adapter")
+    BLOCKS.save(tmp_path / "adapter/blocks.json")
+    return tmp_path / "adapter", logits_of(wrapped)
+
+
+def test_load_is_the_adapted_model(base, adapter):
+    folder, wanted = adapter
+    model = pod.load(base, folder)
+    assert type(model) is pod.PodLlamaForCausalLM and not model.training
+    assert model.config.blocks == BLOCKS and {name: getattr(model.config, name) for name in SIZES} == SIZES
+    torch.testing.assert_close(logits_of(model), wanted, rtol=1e-4, atol=1e-5)
+    plain = pod.load(base)
+    assert type(plain).__name__ == "LlamaForCausalLM" and not plain.training
+    assert not torch.allclose(logits_of(pod.convert(plain, BLOCKS, **SIZES)), wanted, atol=1e-2)
+    names = {name for name, _ in model.named_parameters()}
+    assert names == {name for name, _ in plain.named_parameters()}  # merged: nothing of peft is left
+
+
+def test_peft_reads_the_folder_too(base, adapter):
+    folder, wanted = adapter
+    model = peft.PeftModel.from_pretrained(pod.convert(base, BLOCKS, **SIZES).eval(), folder)
+    torch.testing.assert_close(logits_of(model), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_refuses(base, adapter, tmp_path, monkeypatch):
+    folder, _ = adapter
+    with pytest.raises(FileNotFoundError, match="is no adapter of PoD: it lacks adapter_config.json, adapter_model"):
+        pod.load(base, tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match="no such directory"):
+        pod.load(tmp_path / "no base")
+    wider = save(tiny_llama(num_hidden_layers=3, hidden_size=64), tmp_path / "wider")
+    deeper = save(tiny_llama(num_hidden_layers=4), tmp_path / "deeper")
+    with pytest.raises(ValueError, match="an adapter of another model"):
+        pod.load(wider, folder)
+    with pytest.raises(ValueError, match="blocks for another model: they have 3 layers"):
+        pod.load(deeper, folder)
+
+    def changed(name, change):
+        shutil.copytree(folder, tmp_path / "changed", dirs_exist_ok=True)
+        change(tmp_path / "changed" / name)
+        return tmp_path / "changed"
+
+    def fewer(path):
+        config = json.loads(path.read_text())
+        path.write_text(json.dumps(config | {"target_modules": ["q_proj"]}))
+
+    with pytest.raises(ValueError, match="an adapter of another model, or damaged: base_model.*o_proj.*no counterpart"):
+        pod.load(base, changed("adapter_config.json", fewer))
+    cut = changed("adapter_model.safetensors", lambda path: path.write_bytes(path.read_bytes()[:-9]))
+    with pytest.raises(ValueError, match="adapter_model.safetensors"):
+        pod.load(base, cut)
+    without = pod.LayerBlocks(BLOCKS.anchors, {"sink_size": 2, "share": "scores"})
+    with pytest.raises(ValueError, match=r"metadata.recent_size must be of type int, got None"):
+        pod.load(base, changed("blocks.json", without.save))
+    monkeypatch.setattr(pod.model.adapter.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"needs the package peft: pip install -e '\.\[lora\]'"):
+        pod.load(base, folder)
