@@ -85,6 +85,6 @@ def test_refuses(base, adapter, tmp_path, monkeypatch):
     without = pod.LayerBlocks(BLOCKS.anchors, {"sink_size": 2, "share": "scores"})
     with pytest.raises(ValueError, match=r"metadata.recent_size must be of type int, got None"):
         pod.load(base, changed("blocks.json", without.save))
-    monkeypatch.setattr(pod.model.adapter.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"needs the package peft: pip install -e '\.\[lora\]'"):
+    monkeypatch.setattr("pod.extras.importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"needs peft: pip install 'pod-attention\[lora\]'"):
         pod.load(base, folder)

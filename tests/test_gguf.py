@@ -196,8 +196,8 @@ def test_refuses(tmp_path, monkeypatch):
             pod.load(tmp_path / "cut.gguf")
     with pytest.raises(FileNotFoundError, match=r"gone\.gguf"):
         pod.load(tmp_path / "gone.gguf")
-    monkeypatch.setattr(gguf, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"needs the package gguf: pip install -e '\.\[gguf\]'"):
+    monkeypatch.setattr("pod.extras.importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"needs gguf: pip install 'pod-attention\[gguf\]'"):
         pod.load(write_gguf(tmp_path / "model.gguf", tiny_model()))
 
 

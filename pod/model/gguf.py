@@ -71,7 +71,8 @@ def write_folder(path: str | Path, folder: str | Path) -> None:
         folder: the directory to write; one that is there is replaced.
 
     Raises:
-        ValueError: the package gguf is missing; the file is damaged; its family, or something in it, is not supported.
+        ImportError: the package gguf is missing.
+        ValueError: the file is damaged; its family, or something in it, is not supported.
             Names it.
     """
     require("gguf", "gguf", what=str(path))
