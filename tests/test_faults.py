@@ -604,7 +604,7 @@ def test_the_demos_data_is_made_by_the_demos_script():
         PreparedData("data/demo/none")
     # Which model the data are for is not known here: bytes would be of few.
     with pytest.raises(
-        FileNotFoundError, match="prepare.py .*--tokenizer TOKENIZER .*, with the tokenizer of the model"
+        FileNotFoundError, match="pod.prepare .*--tokenizer TOKENIZER .*, with the tokenizer of the model"
     ):
         PreparedData("data/none")
 
