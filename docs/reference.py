@@ -88,7 +88,7 @@ def main(arguments: list[str]) -> int:
         for where, text in docstrings(importlib.import_module(module))
         for name in broken(text)
     ]
-    for name in pod._LAZY:  # what is loaded when first used is not there until then
+    for name in pod.__all__:  # what is loaded when first used is not there until then
         setattr(pod, name, getattr(pod, name))
     pdoc.render.configure(docformat="google", show_source=False)
     with warnings.catch_warnings(record=True) as caught:

@@ -1,8 +1,8 @@
 """PoD: proximal tokens over distant tokens. `import pod` registers the PoD models with transformers' Auto classes.
 
-__main__.py     `pod NAME` is `python -m pod.NAME`
+__main__.py     `pod fit ...` is `python -m pod.fit ...`, and so on
 extras.py       what only some commands need, named with the extra that brings it
-terminal.py    which warnings the commands leave out, and how they end: errors in one line
+terminal.py     which warnings the commands leave out, and how they end: errors in one line
 files.py        files that are whole or not there, checksums, errors that name the file
 blocks.py       LayerBlocks: the greedy grouping, the saving, JSON, a picture
 similarity.py   how alike two layers' attention is, and what sharing it would cost

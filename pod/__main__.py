@@ -1,4 +1,4 @@
-"""One name for the commands: `pod NAME ...` is `python -m pod.NAME ...`.
+"""One name for the commands: `pod fit ...` is `python -m pod.fit ...`, and so on.
 
 pod --help                      # lists them
 pod fit recipe=llama3-32k plan=true

@@ -1,4 +1,4 @@
-"""What can be evaluated, by name: each is `pod.evaluation.MODULE.main`, the command of that name.
+"""What can be evaluated, by name: each is the `main` of a module of `pod.evaluation`, the command of that name.
 
 A new benchmark is a file with a `benchmark.Benchmark` and a line here: `python -m pod.eval NAME` runs it.
 """
