@@ -348,7 +348,7 @@ ASSISTED = {
 }
 
 
-@pytest.mark.parametrize("kind", ["dense", "pod", "lookup"])
+@pytest.mark.parametrize("kind", [pytest.param("dense", marks=pytest.mark.slow), "pod", "lookup"])
 @pytest.mark.parametrize("name", ASSISTED)
 def test_assisted_decoding_equals_greedy(name, kind, monkeypatch):
     model, ids, cropped = build(), tokens(1, 30), []

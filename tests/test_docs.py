@@ -136,6 +136,7 @@ def run_page(page, folder):
         os.chdir(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STEPS + ALONE)
 def test_examples_run(name, ran):
     ran(name)

@@ -179,6 +179,7 @@ def disk(tmp_path):
         one.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRITE)
 def test_a_full_disk_is_named_and_the_command_goes_on_when_there_is_room(name, world, disk, capsys):
     small = disk(8)

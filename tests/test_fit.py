@@ -672,6 +672,7 @@ def test_ctrl_c_after_the_last_step_ends_what_follows_a_run(prepared, tmp_path, 
     assert last_checkpoint(tmp_path / "run" / "steps").name == "step=1.ckpt"
 
 
+@pytest.mark.slow
 def test_export_gives_the_trained_logits_and_fit_adapts_from_it(trained, prepared, tmp_path):
     out = export(trained, tmp_path / "base")
     model = rebuild(load_checkpoint(trained)[0])

@@ -145,6 +145,7 @@ def replays_equal_steps(model, steps, replays, monkeypatch, method, **options):
     assert torch.equal(*further)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "anchors", [ANCHORS, pytest.param(((0, 0), (1, 1)), marks=pytest.mark.slow)], ids=["blocks", "dense"]
 )

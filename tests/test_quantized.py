@@ -256,6 +256,7 @@ def test_there_are_never_more_bytes_than_plain_ones(which, method, max_length):
         assert others[-1][-1] < 0.9 * plain[-1]
 
 
+@pytest.mark.slow
 @named(EVICTIONS)
 @pytest.mark.parametrize("which", MODELS[:2])
 def test_eviction_then_turns_rows_crops_and_beams(method, which):
@@ -286,6 +287,7 @@ def test_eviction_then_turns_rows_crops_and_beams(method, which):
     assert cache.nbytes() == sum(storage.untyped_storage().nbytes() for storage in cache.storages())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", MODELS)
 def test_growth_crops_and_rows_without_eviction(which):
     model, ids = build(*which), tokens(2, 120)

@@ -632,6 +632,7 @@ VALUES = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.one_of(st.tuples(KEYS, VALUES), st.tuples(st.text(max_size=12), VALUES)), min_size=1, max_size=3))
 @example([("model.config.x", "${model}")])

@@ -240,6 +240,7 @@ def test_a_stream_has_the_loss_of_a_plain_loop(method, is_dense, dense, model):
     assert abs(whole.loss - result.loss) > 1e-4  # something was evicted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_memory_does_not_grow_over_a_stream(method, model, monkeypatch):
     monkeypatch.setattr("pod.evaluation.perplexity.POSITIONS", 24)
@@ -274,6 +275,7 @@ def test_memory_does_not_grow_over_a_stream(method, model, monkeypatch):
     assert max(logits) <= 24 and sum(logits) == 2 * 640
 
 
+@pytest.mark.slow
 def test_perplexity_script_streams_whole_files(dense_ckpt, text, tmp_path, capsys):
     perplexity_script = script("eval/perplexity.py")
     other = tmp_path / "other.py"
@@ -330,6 +332,7 @@ def benchmark(name, folder):
     return script(f"eval/{name}.py").main, *runs[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["needle", "ruler", "longbench"])
 def test_a_folder_for_each_method(name, ckpt, model, tokenizer, tmp_path, capsys, monkeypatch):
     main, more, set_ = benchmark(name, tmp_path)

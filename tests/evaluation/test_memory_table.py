@@ -100,6 +100,7 @@ def test_bytes_of_the_cache(method, saving):
         assert 3 * row.cache == pytest.approx(found, rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saving", [0, 0.35])
 def test_a_prompt_that_cake_leaves_whole_is_counted_whole(saving, tmp_path):
     model, method = model_of(memory.even_blocks(4, 2, saving)), eviction.CAKE(budget=24, window=4)

@@ -221,6 +221,7 @@ def run_script(name, *arguments):
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
 
 
+@pytest.mark.slow
 def test_passkey_script(ckpt, tmp_path):
     text = tmp_path / "text.py"
     text.write_text(TEXT)

@@ -133,6 +133,7 @@ def test_chunks_equal_the_simulation(run):
     run_both(config, policy, (budget, always, levels), chunks, seed, gamma=0.9, reduction=reduction)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=12, derandomize=True)
 @given(runs(), st.lists(st.integers(0, 24), min_size=2, max_size=2).filter(any), st.sampled_from([0.29, 0.5, 0.9]))
 def test_a_share_equals_the_simulation_of_each_row(run, prompts, budget):

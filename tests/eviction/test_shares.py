@@ -65,6 +65,7 @@ def test_a_row_keeps_what_it_keeps_alone_with_as_many_tokens(name, make, anchors
     )
 
 
+@pytest.mark.slow
 @MODELS
 @pytest.mark.parametrize("name, make", EACH)
 def test_rows_take_their_budgets_along(name, make, anchors, tmp_path):
@@ -96,6 +97,7 @@ def test_rows_take_their_budgets_along(name, make, anchors, tmp_path):
     assert cache.nbytes() == sum(storage.untyped_storage().nbytes() for storage in cache.storages())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, make", EACH)
 def test_a_share_counts_as_it_is_written_and_not_below_what_is_always_kept(name, make):
     model = build()  # 3 sinks

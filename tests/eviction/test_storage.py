@@ -589,6 +589,7 @@ def test_a_failed_step_adds_nothing_to_carried_scores():
         torch.testing.assert_close(*scores, atol=1e-6, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [None, (7, 20)], ids=["one piece", "in chunks"])
 @named(EVERY)
 def test_a_first_prefill_that_broke_off_is_begun_anew(method, chunks):

@@ -134,6 +134,7 @@ def test_lm_infinite_equals_the_simulation(run, share, seed):
             assert kept == simulated_stream(window + always, always, seen[row])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", MODELS)
 def test_lm_infinite_does_not_depend_on_strides(which):
     # Unlike StreamingLLM, whose queries see their whole stride.
