@@ -153,7 +153,8 @@ def replays_equal_steps(model, steps, replays, monkeypatch, method, **options):
 def test_a_replay_after_eviction_is_a_step(method, anchors, monkeypatch):
     """Torch's own attention after eviction follows from the device as the kernels' does, so it can show the same."""
     as_where_kernels_run(monkeypatch)
-    replays = {"captured": 1, "replayed": 16}
+    # Where layers share scores, one step more allocates the workspace.
+    replays = {"captured": 1, "replayed": 16 if anchors is ANCHORS else 17}
     replays_equal_steps(tiny(anchors), 19, replays, monkeypatch, method, max_length=60, lengths=(23, 3, 16))
 
 

@@ -382,7 +382,7 @@ def check_consolidated(run, ranks):
     base = dict(AutoModelForCausalLM.from_pretrained(run["base"]).named_parameters())
     frozen = weights.keys() - saved.keys()
     assert all(torch.equal(weights[name], base[name]) for name in frozen)
-    assert bool(frozen) == ("model" in run["module"])
+    assert bool(frozen) == (run["module"].get("model", {}).get("share") == "kv")
 
 
 def check_exchange(run, ranks, heads=4, kv_heads=2, dimension=4, itemsize=4):
@@ -395,7 +395,7 @@ def check_exchange(run, ranks, heads=4, kv_heads=2, dimension=4, itemsize=4):
             continue
         assert len(wrote["calls"]) == 2 * passes * 4 * micros
         tokens = MICRO * math.ceil(LENGTH / size)
-        with_keys = 3 if "model" in run["module"] else 4  # layers: the last one of BLOCKS has no anchors
+        with_keys = 3 if run["module"].get("model", {}).get("share") == "kv" else 4  # layers: the last one of BLOCKS has no anchors
         moved = 4 * 2 * heads + with_keys * 2 * max(kv_heads, size)
         assert sum(wrote["calls"]) == tokens * dimension * itemsize * moved * passes * micros
 
