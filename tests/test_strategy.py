@@ -395,7 +395,8 @@ def check_exchange(run, ranks, heads=4, kv_heads=2, dimension=4, itemsize=4):
             continue
         assert len(wrote["calls"]) == 2 * passes * 4 * micros
         tokens = MICRO * math.ceil(LENGTH / size)
-        with_keys = 3 if run["module"].get("model", {}).get("share") == "kv" else 4  # layers: the last one of BLOCKS has no anchors
+        shares_kv = run["module"].get("model", {}).get("share") == "kv"
+        with_keys = 3 if shares_kv else 4  # layers: the last one of BLOCKS has no anchors
         moved = 4 * 2 * heads + with_keys * 2 * max(kv_heads, size)
         assert sum(wrote["calls"]) == tokens * dimension * itemsize * moved * passes * micros
 
