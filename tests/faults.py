@@ -150,8 +150,11 @@ def wait(child: int, seconds: float) -> int | None:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    """Every file below a folder; a model card's snippet names it, and is read as if it had no place."""
+    found = {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    if "README.md" in found:
+        found["README.md"] = found["README.md"].replace(str(folder).encode(), b"")
+    return found
 
 
 def check_same(found: dict[str, bytes], wanted: dict[str, bytes], where: Path) -> None:
