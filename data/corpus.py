@@ -28,6 +28,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from pod.data.demo_corpus import standard_library
+from pod.terminal import exit_status
 
 NOVEL = Path(__file__).resolve().parent / "held-out/persuasion.txt.gz"
 HELD_OUT = 0.05
@@ -179,28 +180,20 @@ def write(out: Path, train: dict[str, list[str]], held_out: dict[str, list[str]]
     return hashes
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """The command; returns its exit status."""
+@exit_status
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--novels", type=Path, nargs="*", default=[], metavar="FILE", help="UTF-8 texts to train on")
     parser.add_argument("--root", type=Path, default=Path("/usr/share"), help="where packages' texts are (/usr/share)")
     parser.add_argument("--megabytes", type=float, default=4.0, help="of each kind (4)")
     parser.add_argument("--out", type=Path, required=True, help="the folder to write")
     options = parser.parse_args(arguments)
-    try:
-        train, held_out = collect(options.novels, options.root, options.megabytes * 1e6)
-        hashes = write(options.out, train, held_out)
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    train, held_out = collect(options.novels, options.root, options.megabytes * 1e6)
+    hashes = write(options.out, train, held_out)
     for kind, texts in train.items():
         size = sum(len(text.encode()) for text in texts)
         print(f"{kind}: {len(texts)} documents, {size:,} bytes; held out {len(hashes[kind])}")
     print(f"written: {options.out}/train.jsonl.gz, held-out/, corpus.json")
-    return 0
 
 
 if __name__ == "__main__":

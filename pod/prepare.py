@@ -61,6 +61,7 @@ from pod.data.chat import load_chat
 from pod.data.sampling import Plan, draw, split_documents, write_shard
 from pod.data.sources import DOCUMENT, LINES, Reading, Unit, find_units, load_tokenizer, read_unit
 from pod.extras import require
+from pod.terminal import exit_status, interrupt_ends_at_once
 
 SHOWN = 20  # bad lines printed; report.json has all
 
@@ -438,8 +439,8 @@ def counted(
     }
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """The command; returns its exit status."""
+@exit_status
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", nargs="+", required=True, metavar="PATH", help="files and directories to read")
     parser.add_argument("--out", required=True, metavar="DIR", help="the directory to write")
@@ -474,14 +475,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--force", action="store_true", help="replace a prepared directory")
     options = vars(parser.parse_args(arguments))
     options.pop("pack")
-    try:
-        report = prepare(options.pop("source"), **options)
-    except (ImportError, OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)  # as `pod.terminal`, without torch, which would delay --help
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    report = prepare(options.pop("source"), **options)
     skipped = report["skipped"]
     for entry in skipped[:SHOWN]:
         print("skipped {file}:{line}: {problem}".format(**entry), file=sys.stderr)
@@ -503,8 +497,8 @@ def main(arguments: list[str] | None = None) -> int:
             f"{entry['distant']:.1%} of them with distant keys"
         )
     print(f"written to {options['out']}; what it holds: {Path(options['out']) / 'report.md'}")
-    return 0
 
 
 if __name__ == "__main__":
+    interrupt_ends_at_once()
     sys.exit(main())

@@ -1,6 +1,7 @@
 """What the commands have in common on a terminal: which warnings are left out, how they end."""
 
 import logging
+import os
 import re
 import shlex
 import signal
@@ -87,6 +88,22 @@ def as_command(main: Callable[..., int]) -> Callable[..., int]:
         return INTERRUPTED
 
     return run
+
+
+def interrupt_ends_at_once() -> None:
+    """Let Ctrl-C end this process as any kill may, with one line and status 130, and its workers with it.
+
+    For commands that lose nothing when killed: an exception is a traceback while modules are read, and is dropped by
+    Python where it runs functions after a fork.
+    """
+
+    def interrupt(*_: object, process: int = os.getpid()) -> None:
+        if os.getpid() == process:
+            os.write(2, b"\ninterrupted\n")
+        os._exit(INTERRUPTED)
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
 
 
 def exit_status(main: Callable[..., int | None]) -> Callable[..., int]:

@@ -118,11 +118,6 @@ AFTER_THE_PROMPT = [
     SageKV(10, query_aware=False),
     H2O(10, query_aware=False),
 ]
-# Appending runs in triton's interpreter, seconds a case.
-ONE_QUICK = [
-    pytest.param(method, id=type(method).__name__, marks=[] if isinstance(method, AdaKV) else pytest.mark.slow)
-    for method in AFTER_THE_PROMPT
-]
 
 
 def replays_equal_steps(model, steps, replays, monkeypatch, method, **options):
@@ -146,10 +141,8 @@ def replays_equal_steps(model, steps, replays, monkeypatch, method, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "anchors", [ANCHORS, pytest.param(((0, 0), (1, 1)), marks=pytest.mark.slow)], ids=["blocks", "dense"]
-)
-@pytest.mark.parametrize("method", ONE_QUICK)
+@pytest.mark.parametrize("anchors", [ANCHORS, ((0, 0), (1, 1))], ids=["blocks", "dense"])
+@pytest.mark.parametrize("method", AFTER_THE_PROMPT, ids=lambda method: type(method).__name__)
 def test_a_replay_after_eviction_is_a_step(method, anchors, monkeypatch):
     """Torch's own attention after eviction follows from the device as the kernels' does, so it can show the same."""
     as_where_kernels_run(monkeypatch)

@@ -118,24 +118,33 @@ def test_numbers_are_taken_with_commas_and_with_spaces(given):
         parser.parse_args(["--lengths", "256,x"])
 
 
-@pytest.mark.parametrize("moment", ["while modules are read", "after a fork"])
-def test_preparing_is_interrupted_at_once(moment, tmp_path):
+@pytest.mark.parametrize(
+    "moment, begun",
+    [
+        ("while modules are read", f"runpy.run_path({str(ROOT / 'data/prepare.py')!r}, run_name='__main__')"),
+        ("after a fork", f"runpy.run_path({str(ROOT / 'data/prepare.py')!r}, run_name='__main__')"),
+        ("after a fork", "runpy.run_module('pod.prepare', run_name='__main__', alter_sys=True)"),
+    ],
+    ids=["while modules are read", "after a fork", "after a fork, as a module"],
+)
+def test_preparing_is_interrupted_at_once(moment, begun, tmp_path):
     """A traceback of imports; and an exception in what Python runs after a fork is dropped, so preparing went on."""
     (tmp_path / "modules").mkdir()
     if moment == "while modules are read":
         (tmp_path / "modules" / "numpy.py").write_text("import os\nos.kill(os.getpid(), 2)\n")
-    begin = """if True:
+    # Modules are read before: a library that forks to look at the machine is not what is interrupted here.
+    first = "import pod.prepare, pod.data.sample_writer; sys.modules.pop('pod.prepare')" if "module" in begun else ""
+    begin = f"""if True:
         import os, runpy, sys
+        {first}
         os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), 2))
-        sys.argv.pop(0)
-        sys.path.insert(1, os.path.dirname(sys.argv[0]))
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        {begun}
     """
     (tmp_path / "in").mkdir()
     for number in range(2):
         (tmp_path / "in" / f"{number}.jsonl").write_text('{"text": "a text"}\n' * 9)
     options = ["--tokenizer", "bytes", "--sequence-length", "8", "--num-proc", "2", "--out", str(tmp_path / "out")]
-    command = [sys.executable, "-c", begin, str(ROOT / "data/prepare.py"), "--source", str(tmp_path / "in"), *options]
+    command = [sys.executable, "-c", begin, "--source", str(tmp_path / "in"), *options]
     paths = os.pathsep.join([str(tmp_path / "modules"), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)

@@ -22,6 +22,8 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
+from pod.terminal import exit_status
+
 # (stated, asked): the asked line ends with the value, so that its digits follow from the stated line alone.
 PHRASES = (
     ("#key {name}={value}\n", "#get {name}={value}\n"),
@@ -221,8 +223,8 @@ def write_corpus(
         writer.held_out = [hashlib.sha256(module).hexdigest() for module in held_out]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """The command; returns its exit status."""
+@exit_status
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True, metavar="DIR", help="the directory to write")
     parser.add_argument("--length", type=int, default=1024, metavar="L", help="bytes of a sample (1024)")
@@ -233,16 +235,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--keys-max", type=int, help="largest number of keys in a sample (max(4, L // 40))")
     parser.add_argument("--force", action="store_true", help="replace a prepared directory")
     options = vars(parser.parse_args(arguments))
-    try:
-        write_corpus(**options)
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    write_corpus(**options)
     print(f"written to {options['out']}: {options['samples']} + {options['validation_samples']} samples")
-    return 0
 
 
 if __name__ == "__main__":

@@ -27,6 +27,8 @@ Row = dict[str, Any]  # a prediction: {"key", "pred", ...}
 class Benchmark(ABC):
     """One benchmark with the options of one run.
 
+    One that has `read(folder)`, which gives the predictions there by set, has `--score-only` too.
+
     Args:
         options: of the command line; a subclass checks its own and reads its data, before any model is loaded.
 
@@ -35,7 +37,6 @@ class Benchmark(ABC):
         published: rows of papers, as the benchmark's own report prints them.
         what: heads the first column of a comparison.
         weighs_cache: the cache of the longest prompt is measured, and written to `cache.json`.
-        scores_alone: it has `read`, and so `--score-only`.
         asks_beyond: tokens that come on top of `lengths`, at least.
         settings: what predictions depend on, beside the model and the eviction method.
         lengths: tokens of the prompts, for a note where a model was made for fewer.
@@ -46,7 +47,6 @@ class Benchmark(ABC):
     published: ClassVar[Sequence[Any]] = ()
     what: ClassVar[str] = "set"
     weighs_cache: ClassVar[bool] = False
-    scores_alone: ClassVar[bool] = False
     asks_beyond: ClassVar[int] = 0
     settings: dict[str, Any]
     lengths: Sequence[int]
@@ -82,10 +82,6 @@ class Benchmark(ABC):
         for name, value in scores.items():
             flat |= {f"{name} {part}": one for part, one in value.items()} if isinstance(value, dict) else {name: value}
         return flat | self.aggregate(scores)
-
-    def read(self, folder: Path) -> dict[str, list[Row]]:
-        """The predictions that are in a folder, by set, for `--score-only`: no requests tell what should be there."""
-        raise NotImplementedError
 
     def finish(self, rows: dict[str, list[Row]], folder: Path) -> dict[str, Score]:
         """Score predictions, by set, and write what is found; returns the scores by set."""
@@ -205,7 +201,7 @@ def command(kind: type[Benchmark], doc: str | None) -> Callable[..., int]:
         where = f"where predictions and scores go (runs/{kind.name}/NAME; of several models, runs/{kind.name})"
         parser.add_argument("--out", type=Path, help=where)
         parser.set_defaults(score_only=False)
-        if kind.scores_alone:
+        if hasattr(kind, "read"):
             alone = "score the predictions in --out; no model is loaded"
             parser.add_argument("--score-only", action="store_true", help=alone)
         options = parser.parse_args(arguments)

@@ -441,7 +441,7 @@ class LongBench(Benchmark):
     """See the module's docstring."""
 
     name = "longbench"
-    weighs_cache = scores_alone = True
+    weighs_cache = True
     asks_beyond = 1  # the answer
     published = PUBLISHED
 

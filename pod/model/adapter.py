@@ -35,7 +35,8 @@ def load(path: str | Path, adapter: str | Path | None = None) -> PreTrainedModel
 
     Raises:
         FileNotFoundError: there is no such model or adapter.
-        ValueError: something is damaged or missing; the adapter is of another model; the package peft is missing.
+        ImportError: the package peft is missing, or gguf for a GGUF file.
+        ValueError: something is damaged or missing; the adapter is of another model.
     """
     with opening(path):
         model = load_causal_lm(path, dtype="auto").eval()
