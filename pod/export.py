@@ -2,10 +2,12 @@
 
     python -m pod.export --ckpt checkpoints/llama3-32k --out exports/llama3-32k
     python -m pod.export --ckpt checkpoints/tiny/steps/step=60.ckpt --out exports/tiny --dtype bfloat16 --force
+    python -m pod.export --ckpt checkpoints/smollm2-lora --out adapters/smollm2 --adapter --dtype float16
 
-The directory holds config.json, sharded safetensors, tokenizer, generation config, their checksums and a model card. It
-is written aside, loaded again and compared with the checkpoint before it takes its name; a failure leaves nothing
-behind.
+The directory holds config.json, sharded safetensors, tokenizer, generation config, their checksums and a model card;
+with `--adapter`, of a run with `lora.rank`, the adapter alone in PEFT's format and its blocks, as `pod.load(base,
+adapter)` reads them (see `pod.model.adapter`). It is written aside, loaded again and compared with the checkpoint
+before it takes its name; a failure leaves nothing behind.
 """
 
 import argparse
@@ -31,6 +33,7 @@ from pod.blocks import LayerBlocks
 from pod.data.tokenizer import load_tokenizer
 from pod.extras import require
 from pod.files import SUMS, locked, naming, opening, publish, read_sums, write_sums
+from pod.model.adapter import FIELDS, load, save
 from pod.model.families import pod_config
 from pod.model.weights import load_causal_lm
 from pod.recipe.errors import RecipeError
@@ -48,10 +51,7 @@ A {kind} trained by [PoD](https://arxiv.org/abs/2412.02252) (proximal tokens ove
 {sharing}
 
 ```python
-{imports}from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("{path}")
-tokenizer = AutoTokenizer.from_pretrained("{path}")
+{snippet}
 ```
 
 | | |
@@ -69,6 +69,14 @@ Anchor layer of each layer (rows) and KV head (columns); a head whose anchor is 
 {block_map}
 ```
 """
+
+MODEL = """from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{path}")
+tokenizer = AutoTokenizer.from_pretrained("{path}")"""
+ADAPTER = """import pod
+
+model = pod.load("{base}", adapter="{path}")"""
 
 SHARING = dict.fromkeys(("scores", "keys"), "Its layers share the attention scores of distant tokens") | {
     "kv": "Its layers share keys and values (cross-layer attention): projections to keys and values of a layer without "
@@ -247,7 +255,13 @@ def card_metadata(base: str | None) -> ModelCardData:
 
 
 def model_card(
-    model: PreTrainedModel, path: Path, base: str | None, step: int, metrics: dict[str, float], measured_at: int
+    model: PreTrainedModel,
+    path: Path,
+    base: str | None,
+    step: int,
+    metrics: dict[str, float],
+    measured_at: int,
+    adapter: bool = False,
 ) -> str:
     """README.md of an export: what it is, how to load it, what was measured after how many steps, the block map.
 
@@ -255,21 +269,22 @@ def model_card(
         path: where the export is, as whoever runs it names it.
         base, step: what was trained, for how many steps.
         metrics, measured_at: what the last validation found, after how many steps.
+        adapter: the export is to be added to its base.
     """
     config = model.config
     shares = hasattr(config, "share")
     blocks = config.blocks if shares else LayerBlocks.dense(config.num_hidden_layers, config.num_key_value_heads)
+    snippet = ADAPTER if adapter else f"import pod  # registers the model type\n{MODEL}" if shares else MODEL
     return CARD.format(
         metadata=card_metadata(base).to_yaml(),
         name=path.name,
-        path=path,
+        snippet=snippet.format(path=path, base=base),
         kind=f"{config.model_type.removeprefix('pod_')} model",
         sharing=SHARING[config.share]
         + ": install the library from its repository (`pip install -e .` in a clone) and `import pod` before loading "
         "it; without that, transformers does not know the model type."
         if shares
         else "Its layers share nothing: it is a plain model that transformers loads by itself.",
-        imports="import pod  # registers the model type\n" if shares else "",
         base=base or "from scratch",
         step=step,
         saving=config.kv_saving if shares else 0.0,
@@ -286,28 +301,33 @@ def model_card(
     )
 
 
-def export(ckpt: str | Path, out: str | Path, dtype: str | None = None, force: bool = False) -> Path:
-    """Write a Hugging Face directory from a training checkpoint.
+def export(
+    ckpt: str | Path, out: str | Path, dtype: str | None = None, force: bool = False, adapter: bool = False
+) -> Path:
+    """Write a Hugging Face directory from a training checkpoint, or an adapter in PEFT's format.
 
     Args:
         ckpt: a run's folder or a checkpoint.
         out: the directory to write.
-        dtype: "float32", "bfloat16" or "float16"; the training dtype when None.
+        dtype: "float32", "bfloat16" or "float16"; the training dtype when None, of an adapter float32.
         force: replace an export at `out`.
+        adapter: write what a run with `lora.rank` trained and its blocks, instead of a whole model (`pod.load` adds
+            them to the base again).
 
     Returns:
         `out`.
 
     Raises:
         ValueError: `out` exists, and is no export or `force` is off; it is or holds the checkpoint, its base or the
-            folder this runs in; another process writes it; the checkpoint is missing or damaged; or what was written
-            does not give the checkpoint's logits. Nothing is left behind.
+            folder this runs in; another process writes it; the checkpoint is missing or damaged, or holds no adapter
+            where one is wanted; or what was written does not give the checkpoint's logits. Nothing is left behind.
+        ImportError: an adapter is wanted, and the package peft is missing.
     """
     ckpt, out = Path(ckpt), Path(out)
     _check_apart(out, {"the folder this runs in": Path.cwd(), "the checkpoint": ckpt})
     with locked(out.with_name(f".{out.name}.lock"), out):
         _check_free(out, force)
-        return _export(ckpt, out, None if dtype is None else getattr(torch, dtype))
+        return _export(ckpt, out, None if dtype is None else getattr(torch, dtype), adapter)
 
 
 def _check_apart(out: Path, needed: dict[str, Path]) -> None:
@@ -326,7 +346,8 @@ def _check_free(out: Path, force: bool) -> None:
     if out.is_symlink() or not out.is_dir():
         raise ValueError(f"{out} is no directory, so --force will not replace it: choose another --out")
     found = {path.name: path.is_file() for path in out.iterdir()}
-    ours = {"README.md", SUMS, *read_sums(out)} if found.get(SUMS) and found.get("config.json") else set()
+    is_ours = found.get(SUMS) and (found.get("config.json") or found.get("adapter_config.json"))
+    ours = {"README.md", SUMS, *read_sums(out)} if is_ours else set()
     others = sorted(name for name, is_file in found.items() if not is_file or name not in ours)
     if others:
         raise ValueError(
@@ -335,35 +356,64 @@ def _check_free(out: Path, force: bool) -> None:
         )
 
 
-def _export(ckpt: Path, out: Path, dtype: torch.dtype | None) -> Path:
+def _export(ckpt: Path, out: Path, dtype: torch.dtype | None, adapter: bool) -> Path:
     checkpoint, file = load_checkpoint(ckpt)
-    model = rebuild(checkpoint, dtype)
     base = checkpoint["hyper_parameters"]["model"]["base"]
     _check_apart(out, {} if base is None else {"the model that was trained": Path(base)})
-    tokenizer = tokenizer_of(file.parent.parent, base)
-    if tokenizer is not None:
-        ids = {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id, "pad": tokenizer.pad_token_id}
-        model.generation_config = GenerationConfig(**{f"{key}_token_id": value for key, value in ids.items()})
-    else:
-        print(f"warning: no tokenizer is known for {base or ckpt}: {out} has none, save one there", file=sys.stderr)
+    run, step = file.parent.parent, int(checkpoint["global_step"])
     aside = out.with_name(f".{out.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)
     try:
         with naming(out):
-            model.save_pretrained(aside)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(aside)
-            step = int(checkpoint["global_step"])
-            card = model_card(model, out, base, step, *measured(file.parent.parent, step))
+            model = (_write_adapter if adapter else _write_model)(checkpoint, run, aside, out, dtype)
+            card = model_card(model, out, base, step, *measured(run, step), adapter)
             (aside / "README.md").write_text(card, encoding="utf-8")
             write_sums(aside)
         wanted = _logits(model)
         del model  # the written one takes its place in memory
-        _verify(wanted, aside)
+        # An adapter's sum with its matrix is taken in another order.
+        _verify(wanted, *((base, aside, 1e-3) if adapter else (aside, None, 0.0)))
         publish(aside, out)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return out
+
+
+def _write_model(checkpoint: dict, run: Path, aside: Path, out: Path, dtype: torch.dtype | None) -> PreTrainedModel:
+    base = checkpoint["hyper_parameters"]["model"]["base"]
+    model = rebuild(checkpoint, dtype)
+    tokenizer = tokenizer_of(run, base)
+    if tokenizer is not None:
+        ids = {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id, "pad": tokenizer.pad_token_id}
+        model.generation_config = GenerationConfig(**{f"{key}_token_id": value for key, value in ids.items()})
+    else:
+        print(f"warning: no tokenizer is known for {base or run}: {out} has none, save one there", file=sys.stderr)
+    model.save_pretrained(aside)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(aside)
+    return model
+
+
+def _write_adapter(checkpoint: dict, run: Path, aside: Path, out: Path, dtype: torch.dtype | None) -> PreTrainedModel:
+    hparams = checkpoint["hyper_parameters"]
+    trained, lora = hparams["model"], hparams["lora"]
+    if not lora.get("rank"):
+        raise ValueError(
+            f"{run} trained all weights (lora.rank is 0): there is no adapter, export it without --adapter"
+        )
+    if trained["rope_theta"] is not None:
+        raise ValueError(
+            f"{run} was trained at model.rope_theta={trained['rope_theta']:g}, which an adapter cannot say: export it "
+            "without --adapter"
+        )
+    state = {name: value.to(dtype or value.dtype) for name, value in checkpoint["state_dict"].items()}
+    model = rebuild(checkpoint | {"state_dict": dict(state)}, torch.float32)
+    anchors = hparams["blocks"]
+    shape = model.config.num_hidden_layers, model.config.num_key_value_heads
+    blocks = LayerBlocks.dense(*shape) if anchors is None else LayerBlocks(anchors)
+    weights = {name.removeprefix("model.").replace(".default.", "."): value for name, value in state.items()}
+    save(aside, trained["base"], weights, blocks, {name: trained[name] for name in FIELDS}, lora)
+    return model
 
 
 @torch.no_grad()
@@ -372,11 +422,12 @@ def _logits(model: PreTrainedModel) -> Tensor:
     return model(ids, use_cache=False).logits
 
 
-def _verify(wanted: Tensor, folder: Path) -> None:
-    found = _logits(load_causal_lm(folder, dtype=wanted.dtype).eval())
-    if not torch.equal(wanted, found):
+def _verify(wanted: Tensor, path: str | Path, adapter: Path | None, tolerance: float) -> None:
+    found = _logits(load(path, adapter, dtype=wanted.dtype))
+    difference = (wanted - found).abs().max()
+    if not difference <= tolerance:
         raise ValueError(
-            f"the written model's logits differ from the checkpoint's by {(wanted - found).abs().max():.2e}: the "
+            f"the written model's logits differ from the checkpoint's by {difference:.2e}: the "
             "export was removed. Check the disk, then try again."
         )
 
@@ -388,8 +439,9 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--out", required=True, help="directory to write")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as trained")
     parser.add_argument("--force", action="store_true", help="replace an earlier export at --out")
+    parser.add_argument("--adapter", action="store_true", help="of a run with lora.rank: the adapter and blocks alone")
     options = parser.parse_args(arguments)
-    out = export(options.ckpt, options.out, options.dtype, options.force)
+    out = export(options.ckpt, options.out, options.dtype, options.force, options.adapter)
     print(f"written and verified: {out}")
 
 

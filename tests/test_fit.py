@@ -794,6 +794,21 @@ def test_adapters_are_resumed_and_exported(trained, prepared, tmp_path, capsys):
         torch.testing.assert_close(found, module.model.eval()(ids, use_cache=False).logits, rtol=1e-4, atol=1e-5)
         assert not torch.equal(found, pod.convert(base, merged.config.blocks, 2, 14)(ids, use_cache=False).logits)
 
+        # The adapter alone, in half precision: added to its base again it is the same model, as far as that reaches.
+        folder = export(run, tmp_path / "adapter", "float16", adapter=True)
+        again = pod.load(base, folder)
+        assert again.config.blocks == merged.config.blocks and again.config.sink_size == 2
+        torch.testing.assert_close(again(ids, use_cache=False).logits, found, rtol=1e-3, atol=1e-4)
+    card = (folder / "README.md").read_text()
+    assert f'pod.load("{base}", adapter="{folder}")' in card and "| training step | 4 |" in card
+    assert (folder / "adapter_model.safetensors").stat().st_size < (base / "model.safetensors").stat().st_size / 4
+    with pytest.raises(ValueError, match="exists: choose another --out"):
+        export(run, folder, adapter=True)
+    export(run, folder, adapter=True, force=True)
+    with pytest.raises(ValueError, match=r"trained all weights \(lora.rank is 0\): there is no adapter"):
+        export(trained, tmp_path / "none", adapter=True)
+    assert not (tmp_path / "none").exists()
+
 
 @pytest.mark.parametrize(("step", "at"), [(10, 10), (8, 5)])
 def test_the_card_says_when_its_numbers_were_measured(trained, tmp_path, step, at):
@@ -825,7 +840,7 @@ def test_the_rope_base_of_a_model_from_scratch(few, tmp_path):
 
 
 def test_a_failed_export_leaves_nothing(trained, tmp_path, monkeypatch):
-    def fail(model, folder):
+    def fail(wanted, *written):
         raise OSError("no space left on device")
 
     monkeypatch.setattr("pod.export._verify", fail)

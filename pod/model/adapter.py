@@ -1,4 +1,4 @@
-"""A model by name, and an adapter of ours on top: `pod.load`.
+"""A model by name, and an adapter of ours on top: `pod.load`; and how `pod.export --adapter` writes one.
 
 An adapter is a folder in PEFT's format with the blocks beside it; `peft.PeftModel` reads it too, on a converted model.
 
@@ -8,9 +8,14 @@ An adapter is a folder in PEFT's format with the blocks beside it; `peft.PeftMod
                                  sink_size, recent_size, share
 """
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from pod.blocks import LayerBlocks
@@ -23,15 +28,14 @@ FILES = ("adapter_config.json", "adapter_model.safetensors", "blocks.json")
 FIELDS = {"sink_size": int, "recent_size": int, "share": str}
 
 
-def load(path: str | Path, adapter: str | Path | None = None) -> PreTrainedModel:
+def load(path: str | Path, adapter: str | Path | None = None, dtype: str | torch.dtype = "auto") -> PreTrainedModel:
     """A causal LM by name, in evaluation mode; with an adapter, the PoD model that it was trained for.
 
     Args:
         path: an export, any directory that transformers opens, a hub id, or a GGUF file.
         adapter: a folder as above. Its matrices are added to the weights once, so the model is as quick as any other.
-
-    Returns:
-        The model, in the precision that its weights are stored in.
+        dtype: of the weights; "auto" is what they are stored in. Sums with an adapter are rounded to it: float32
+            where its results are to be those of the training.
 
     Raises:
         FileNotFoundError: there is no such model or adapter.
@@ -39,8 +43,47 @@ def load(path: str | Path, adapter: str | Path | None = None) -> PreTrainedModel
         ValueError: something is damaged or missing; the adapter is of another model.
     """
     with opening(path):
-        model = load_causal_lm(path, dtype="auto").eval()
+        model = load_causal_lm(path, dtype=dtype).eval()
     return model if adapter is None else _adapted(model, Path(adapter))
+
+
+def save(
+    folder: Path,
+    base: str,
+    weights: Mapping[str, Tensor],
+    blocks: LayerBlocks,
+    fields: Mapping[str, Any],
+    lora: Mapping[str, Any],
+) -> None:
+    """Write an adapter's three files, as above.
+
+    Args:
+        folder: is made.
+        base: the model that it belongs to, as `load` takes it.
+        weights: lora_A.weight [r, in] and lora_B.weight [out, r] of each matrix, by the matrix's place in the model.
+        blocks, fields: what it was trained with; `fields` are those of `FIELDS`.
+        lora: rank, alpha, dropout and targets (q, k, v, o, gate, up, down), as in a recipe.
+
+    Raises:
+        ImportError: the package peft is missing.
+    """
+    require("lora", "peft", what="an adapter")
+    from peft import LoraConfig
+
+    folder.mkdir(parents=True)
+    targets = [f"{target}_proj" for target in lora["targets"]]
+    LoraConfig(
+        r=lora["rank"],
+        lora_alpha=lora["alpha"],
+        lora_dropout=lora["dropout"],
+        target_modules=targets,
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base,
+        inference_mode=True,
+    ).save_pretrained(folder)
+    state = {f"base_model.model.{name}": weight.contiguous() for name, weight in weights.items()}
+    save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    LayerBlocks(blocks.anchors, {**blocks.metadata, **fields}).save(folder / "blocks.json")
 
 
 def _adapted(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
