@@ -805,6 +805,18 @@ def test_adapters_are_resumed_and_exported(trained, prepared, tmp_path, capsys):
     with pytest.raises(ValueError, match="exists: choose another --out"):
         export(run, folder, adapter=True)
     export(run, folder, adapter=True, force=True)
+
+    # Training goes on from it: a first step at a rate of 0 leaves the adapter as it was.
+    further = [*line, f"lora.adapter={folder}", f"output={tmp_path / 'further'}", "optimizer.warmup_steps=1"]
+    fit(load_recipe([*further, "trainer.max_steps=1"]))
+    for name, weight in load_checkpoint(tmp_path / "further")[0]["state_dict"].items():
+        torch.testing.assert_close(weight, whole[name])
+    with pytest.raises(ValueError, match=r"lora.alpha=8, and lora.adapter=.*was trained with 16.0: set lora.alpha"):
+        fit(load_recipe([*further, "trainer.max_steps=1", "lora.alpha=8", f"output={tmp_path / 'other'}"]))
+    with pytest.raises(ValueError, match=r"does not fit lora.rank and lora.targets: base_model.*has no counterpart"):
+        fit(load_recipe([*further, "trainer.max_steps=1", "lora.rank=4", f"output={tmp_path / 'other'}"]))
+    with pytest.raises(FileNotFoundError, match=r"lora.adapter=.*nowhere is no adapter"):
+        fit(load_recipe([*further, f"lora.adapter={tmp_path}/nowhere", f"output={tmp_path / 'other'}"]))
     with pytest.raises(ValueError, match=r"trained all weights \(lora.rank is 0\): there is no adapter"):
         export(trained, tmp_path / "none", adapter=True)
     assert not (tmp_path / "none").exists()

@@ -442,6 +442,7 @@ def test_every_number_has_an_interval():
         (["lora.alpha=32"], "lora.alpha=32.0 needs a lora.rank above 0; set lora.alpha=16.0"),
         (["lora.dropout=0.1"], "lora.dropout=0.1 needs a lora.rank above 0; set lora.dropout=0.0"),
         (["lora.targets=[q]"], "lora.targets=[q] needs a lora.rank above 0; set lora.targets=[q, k, v, o]"),
+        (["lora.adapter=a"], "lora.adapter=a needs a lora.rank above 0; set lora.adapter=null"),
         (["name=a/b"], "name must be letters, digits, dot, dash and underscore; got 'a/b'"),
         (["description=a\nb"], "description must be one line"),
         (["resume=atuo"], "resume must be never, auto or a checkpoint's path; got 'atuo'. Did you mean auto?"),

@@ -112,6 +112,10 @@ class Recipe(Section):
             raise RecipeError(f"distill.weight={weight:g} needs model.base: a model from scratch has no teacher")
         if lora.rank and model.base is None:
             raise RecipeError(f"lora.rank={lora.rank} needs model.base: adapters change a trained model a little")
+        if lora.adapter is not None and self.trainer.strategy == "deepspeed" and self.trainer.zero_stage == 3:
+            raise RecipeError(
+                f"lora.adapter={lora.adapter}: ZeRO-3 shards adapters as they are made; set trainer.zero_stage=2"
+            )
         if lora.rank and model.share == "kv" and {"k", "v"} & set(lora.targets):
             raise RecipeError(
                 f"lora.targets={lora.targets}: with model.share=kv upper layers make no keys and values; set "
@@ -137,7 +141,7 @@ class Recipe(Section):
             "blocks.threshold": (self.blocks.file is not None, "blocks.file=null, which names the blocks already"),
         }
         unread |= dict.fromkeys(
-            ("lora.alpha", "lora.dropout", "lora.targets"), (not self.lora.rank, "a lora.rank above 0")
+            ("lora.alpha", "lora.dropout", "lora.targets", "lora.adapter"), (not self.lora.rank, "a lora.rank above 0")
         )
         for key, (ignored, needed) in unread.items():
             value, default = attrgetter(key)(self), schema()[key].default

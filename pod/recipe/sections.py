@@ -225,6 +225,9 @@ class Lora(Section):
     """Share of an adapter's inputs that are set to 0 in training."""
     targets: list[str] = ["q", "k", "v", "o"]
     """Which projections of each layer have adapters: of q, k, v, o (attention), gate, up, down (MLP)."""
+    adapter: str | None = Field(None, min_length=1)
+    """A folder that `pod.export --adapter` wrote, of the same rank, alpha and targets: training goes on from it with a
+    new optimiser (its blocks are `blocks.file=FOLDER/blocks.json`). null: from nothing."""
 
     @field_validator("targets")
     @classmethod

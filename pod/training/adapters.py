@@ -6,11 +6,14 @@ trained; B begins at 0, so training begins at the frozen model. peft is imported
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from pod.extras import require
+from pod.files import opening, read_json
 from pod.recipe.sections import LORA_TARGETS
 
 _ADAPTER = "default"  # peft's name of it
@@ -57,6 +60,44 @@ def add_adapters(model: nn.Module, rank: int, alpha: float, dropout: float, targ
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
+
+
+@torch.no_grad()
+def go_on_from(model: nn.Module, folder: Path, alpha: float) -> None:
+    """Give a model's adapters the weights of an exported one.
+
+    Args:
+        model: with adapters; it is changed.
+        folder: in PEFT's format, of the same matrices and rank.
+        alpha: what the model's adapters were made with.
+
+    Raises:
+        FileNotFoundError: there is no adapter.
+        ValueError: it is of other matrices, another rank or alpha, or damaged.
+    """
+    file = folder / "adapter_model.safetensors"
+    if not file.is_file():
+        raise FileNotFoundError(f"lora.adapter={folder} is no adapter: it has no {file.name}")
+    with opening(folder):
+        saved = load_file(file)
+        theirs = read_json(folder / "adapter_config.json").get("lora_alpha")
+    if theirs != alpha:
+        raise ValueError(f"lora.alpha={alpha:g}, and lora.adapter={folder} was trained with {theirs}: set lora.alpha")
+    ours = {
+        f"base_model.model.{name.replace(f'.{_ADAPTER}.', '.')}": parameter
+        for name, parameter in model.named_parameters()
+        if ".lora_" in name
+    }
+    if (
+        others := {name: value.shape for name, value in saved.items()}.items()
+        ^ {name: parameter.shape for name, parameter in ours.items()}.items()
+    ):
+        name, shape = min(others)
+        raise ValueError(
+            f"lora.adapter={folder} does not fit lora.rank and lora.targets: {name} {list(shape)} has no counterpart"
+        )
+    for name, parameter in ours.items():
+        parameter.copy_(saved[name])
 
 
 @contextmanager

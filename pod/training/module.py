@@ -2,6 +2,7 @@
 
 import math
 import time
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning
@@ -22,7 +23,7 @@ from pod.model.sequence_parallel import SequenceGroup, SequenceShard, check_head
 from pod.model.weights import load_causal_lm
 from pod.recipe.schema import steps, warmup_steps
 from pod.recipe.sections import Distill, Lora, Model, Optimizer, Trainer
-from pod.training.adapters import add_adapters, without_adapters
+from pod.training.adapters import add_adapters, go_on_from, without_adapters
 from pod.training.base_model import first_config
 from pod.training.data import PodDataModule
 from pod.training.loss import IGNORED, chunked_cross_entropy, chunked_distillation, shifted
@@ -106,6 +107,8 @@ class PodModule(lightning.LightningModule):
                         module.reset_parameters()
         if lora.rank:
             add_adapters(self.model, lora.rank, lora.alpha, lora.dropout, lora.targets)
+            if lora.adapter is not None:
+                go_on_from(self.model, Path(lora.adapter), lora.alpha)
         elif distill.weight:
             # A PoD model of blocks of one layer is the dense one, and takes a part of a sequence as the student does.
             self.teacher = load_causal_lm(wanted.base, finite=True, config=teaching, dtype=dtype)
