@@ -83,7 +83,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", required=True, help="the dense model: a directory or hub id")
     parser.add_argument("--similarity", type=Path, required=True, help="what pod.analyze wrote about it")
-    parser.add_argument("--damage", type=Path, help="what pod.analyze wrote with blocks.method=damage: another row")
+    parser.add_argument("--damage", type=Path, help="what pod.analyze wrote with blocks.method=damage or fisher")
     parser.add_argument("--data", required=True, help="a prepared directory, whose validation split is foretold")
     parser.add_argument("--kv-saving", type=float, default=0.35, help="share of the cache's bytes to save (0.35)")
     parser.add_argument("--sink-size", type=int, default=16)

@@ -3,11 +3,11 @@
     python -m pod.analyze recipe=llama3-32k
     python -m pod.analyze recipe=tiny blocks.samples=64
 
-    python -m pod.analyze recipe=tiny blocks.method=damage
+    python -m pod.analyze recipe=tiny blocks.method=fisher
 
 Writes into the run's folder: `blocks.json`, `similarity.safetensors` ([H_kv, L, L] float32), `similarity.png` (the
-paper's Figure 1-(d)) and `blocks.png`; with `blocks.method=damage` also `damage.safetensors` and `damage.png`, measured
-in the same forwards.
+paper's Figure 1-(d)) and `blocks.png`; with `blocks.method=damage` or `fisher` also `damage.safetensors` and
+`damage.png`, measured in the same forwards.
 """
 
 import hashlib
@@ -47,10 +47,11 @@ def analyze(recipe: Recipe) -> LayerBlocks:
             give; damage of what is not shared.
         ImportError: matplotlib is not installed.
     """
-    by_damage = recipe.blocks.method == "damage"
+    method = recipe.blocks.method
+    by_damage = method in ("damage", "fisher")
     if by_damage and recipe.model.share != "scores":
         raise ValueError(
-            f"blocks.method=damage measures shared scores, not model.share={recipe.model.share}: set "
+            f"blocks.method={method} measures shared scores, not model.share={recipe.model.share}: set "
             "model.share=scores or another blocks.method"
         )
     if recipe.model.base is None:
@@ -69,7 +70,7 @@ def analyze(recipe: Recipe) -> LayerBlocks:
     model = load_stock(recipe.model.base, recipe.model.rope_theta, getattr(torch, recipe.model.dtype)).to(device)
     sizes = {"sink_size": recipe.model.sink_size, "recent_size": recipe.model.recent_size}
     meters = [Similarity(recipe.blocks.last_q, distant_only=recipe.blocks.distant_only, **sizes)]
-    meters += [Damage(**sizes)] if by_damage else []
+    meters += [Damage(**sizes, fisher=method == "fisher")] if by_damage else []
     progress = tqdm(chosen, desc="attention similarity", unit="sample")
     samples = (dataset[index]["input_ids"][None].to(device) for index in progress)
     watch(model, samples, meters, "attention similarity", progress=False)
@@ -110,7 +111,7 @@ def group(recipe: Recipe, similarity: Tensor, costs: Tensor | None = None) -> La
     """The blocks that the recipe asks for: by threshold when it names one, else by saving and method.
 
     Args:
-        similarity, costs: [H_kv, L, L], of `pod.similarity`; costs for `blocks.method=damage`.
+        similarity, costs: [H_kv, L, L], of `pod.similarity`; costs for `blocks.method` damage or fisher.
     """
     if costs is not None:
         return LayerBlocks.for_damage(costs, recipe.blocks.kv_saving)
@@ -155,7 +156,7 @@ def load_similarity(path: str | Path) -> Tensor:
 
 
 def load_damage(path: str | Path) -> Tensor:
-    """The costs [H_kv, L, L] that `analyze` wrote with `blocks.method=damage`, for `LayerBlocks.for_damage`.
+    """The costs [H_kv, L, L] that `analyze` wrote with `blocks.method` damage or fisher, for `LayerBlocks.for_damage`.
 
     Raises:
         FileNotFoundError, ValueError: as `load_similarity`.

@@ -9,7 +9,9 @@ each group of query heads.
 *Damage* looks at what sharing does to the layer's output: the layer's distant logits are replaced by another layer's,
 and the change that this makes in what the layer adds to the residual stream is weighed against that stream. It knows
 what the similarity does not: that a layer which looks at nothing distant loses nothing, how large its values are, and
-at which sinks and recent tokens the model will run.
+at which sinks and recent tokens the model will run. With `fisher=True` the change is weighed by what the loss makes of
+it instead (the square of its product with the loss's gradient, an empirical Fisher information): on a real model
+blocks by that cost less before any training (docs/ADAPTATION.md), and measuring takes a backward of each sample.
 
     similarity = attention_similarity(model, batches)          # [H_kv, L, L], the input of LayerBlocks.for_saving
     plot_similarity(similarity, "similarity.png")              # the heat map of the paper's Figure 1-(d)
@@ -95,6 +97,7 @@ def sharing_damage(
     recent_size: int,
     *,
     queries: int = 64,
+    fisher: bool = False,
     progress: bool = True,
 ) -> Tensor:
     """What it costs a layer to take its distant logits from another layer, for each KV head.
@@ -112,6 +115,9 @@ def sharing_damage(
         sink_size: number of sink tokens, >= 0, as the model will be converted with.
         recent_size: number of recent tokens up to and including the query itself, >= 1.
         queries: how many tokens of each sample are looked at, spread evenly over those that have distant keys.
+        fisher: entry [g, a, l] is the squared product of that change with the gradient, at the layer's attention
+            output, of the loss of next tokens drawn from the model itself, in nats squared; the residual stream's norm
+            plays no part. Takes the memory of a training step without checkpointing.
         progress: show a tqdm progress bar that counts samples.
 
     Returns:
@@ -123,7 +129,7 @@ def sharing_damage(
             build, or one with sliding-window layers.
         RuntimeError: a cost is not finite.
     """
-    meter = Damage(sink_size, recent_size, queries)
+    meter = Damage(sink_size, recent_size, queries, fisher)
     watch(model, batches, [meter], "sharing damage", progress)
     return meter.result()
 
@@ -190,11 +196,12 @@ class Damage:
     one is the same whichever layer takes it: only its product with that layer's values is made anew for every pair.
     """
 
-    def __init__(self, sink_size: int, recent_size: int, queries: int = 64) -> None:
+    def __init__(self, sink_size: int, recent_size: int, queries: int = 64, fisher: bool = False) -> None:
         _check_sizes(sink_size, recent_size)
         if queries < 1:
             raise ValueError(f"queries must be at least 1, got {queries}")
         self.sink_size, self.recent_size, self.queries = sink_size, recent_size, queries
+        self.wants_gradients = fisher
         self.sums: Tensor | None = None  # [H_kv, L, L] float64, over queries
         self.count = self.longest = 0
 
@@ -233,11 +240,17 @@ class Damage:
         change = (out[:, :layer] - out[:, layer:]).view(heads, layer, rows // len(at), len(at), values.shape[-1])
         change = change.transpose(2, 3).flatten(3)  # [H_kv, layer, q, G * D], as the output projection has its columns
         columns = seen.module.o_proj.weight.float().view(-1, heads, change.shape[-1]).transpose(0, 1)
+        if self.wants_gradients:
+            into = seen.gradient[at].float() @ columns  # [H_kv, q, G * D]
+            self.errors = (change * into[:, None]).sum(-1).square()
+            return
         gram = columns.mT @ columns  # |columns @ change|^2 without a vector of the model's width for every pair
         self.errors = ((change @ gram[:, None]) * change).sum(-1).clamp_(min=0)  # [H_kv, layer, q]
 
     def leave(self, layer: int, hidden_states: Tensor) -> None:
-        energy = hidden_states[0, self.at.to(hidden_states.device)].float().square().sum(-1)
+        energy = torch.ones((), device=hidden_states.device)
+        if not self.wants_gradients:
+            energy = hidden_states[0, self.at.to(hidden_states.device)].float().square().sum(-1)
         if self.sums is None:
             shape = (len(self.errors), self.layers, self.layers)
             self.sums = torch.zeros(shape, dtype=torch.float64, device="cpu")

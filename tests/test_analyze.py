@@ -34,6 +34,10 @@ def test_blocks_by_damage_are_measured_saved_and_drawn(tmp_path, capsys):
     assert torch.equal(load_similarity(run / "similarity.safetensors"), similarity)
     assert blocks == pod.LayerBlocks.load(run / "blocks.json") == pod.LayerBlocks.for_damage(costs, 0.25)
     assert blocks.kv_saving >= 0.25 and (run / "damage.png").read_bytes().startswith(b"\x89PNG")
+    by_loss = analyze(load_recipe([*line, "blocks.method=fisher"]))
+    costs = pod.similarity.sharing_damage(model, samples, 2, 14, fisher=True, progress=False)
+    assert torch.equal(load_damage(run / "damage.safetensors"), costs)
+    assert by_loss == pod.LayerBlocks.for_damage(costs, 0.25)
     with pytest.raises(ValueError, match="truncated, damaged or no damage file"):
         load_damage(run / "similarity.safetensors")
     with pytest.raises(ValueError, match="damage measures shared scores, not model.share=keys"):

@@ -35,6 +35,7 @@ SHIPPED = [
     "llama3-32k-dense",
     "llama3-32k-wa-cpt",
     "llama31-128k",
+    "smollm2-135m",
     "tiny",
     "tiny-base",
 ]

@@ -227,12 +227,29 @@ def layers_of(model, input_ids):
     return [(*qkv, out) for qkv, out in zip(seen, hidden, strict=True)]
 
 
-def expected_damage(model, rows, sink_size, recent_size, queries):
+def gradients_of(model, row, draws):
+    """[L, T, C]: the gradient of the loss of tokens drawn from the model, at what each layer's attention gives out."""
+    added = torch.zeros(LAYERS, *row.shape[1:], model.config.hidden_size, requires_grad=True)
+    hooks = [
+        layer.self_attn.register_forward_hook(lambda _, __, out, extra=extra: (out[0] + extra, *out[1:]))
+        for layer, extra in zip(model.model.layers, added, strict=True)
+    ]
+    logits = model(row, use_cache=False).logits[0]
+    for hook in hooks:
+        hook.remove()
+    drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=draws)
+    (gradients,) = torch.autograd.grad(-logits.log_softmax(-1).gather(-1, drawn).sum(), added)
+    return gradients.double()
+
+
+def expected_damage(model, rows, sink_size, recent_size, queries, fisher=False):
     """Plain loops in float64: [H_kv, L, L]."""
+    draws = torch.Generator().manual_seed(0)
     groups, count = HEADS // KV_HEADS, 0
     costs = torch.zeros(KV_HEADS, LAYERS, LAYERS, dtype=torch.float64)
     for row in rows:
         layers, length = layers_of(model, row), row.shape[1]
+        gradients = gradients_of(model, row, draws) if fisher else None
         first = sink_size + recent_size
         for i in (
             torch.linspace(first, length - 1, min(queries, length - first), dtype=torch.double).round().long().tolist()
@@ -258,7 +275,10 @@ def expected_damage(model, rows, sink_size, recent_size, queries):
                         for head in range(kv_head * groups, (kv_head + 1) * groups):
                             changed[head] = attended(head, anchor)
                         change = o_proj @ (torch.cat(changed) - torch.cat(own))
-                        costs[kv_head, anchor, layer] += change.square().sum() / hidden[i].square().sum()
+                        if fisher:
+                            costs[kv_head, anchor, layer] += (change @ gradients[layer, i]).square()
+                        else:
+                            costs[kv_head, anchor, layer] += change.square().sum() / hidden[i].square().sum()
     return (costs / count).float()
 
 
@@ -273,6 +293,20 @@ def test_damage_equals_direct_recomputation(family, sink_size, recent_size):
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-7)
     upper = torch.ones(LAYERS, LAYERS, dtype=torch.bool).triu(1)
     assert (got[:, upper] > 1e-5).all() and got[:, upper].std() > 1e-4 and not got[:, ~upper].any()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fisher_damage_equals_direct_recomputation(family):
+    model = tiny_model(family)
+    rows = [tokens(1, 17), tokens(1, 9, seed=2)]
+    frozen = next(model.parameters()).requires_grad_(False)
+    got = sharing_damage(model, rows, 2, 5, queries=4, fisher=True, progress=False)
+    torch.testing.assert_close(got, expected_damage(model, rows, 2, 5, 4, fisher=True), rtol=1e-3, atol=1e-9)
+    assert got.any() and not frozen.requires_grad and all(p.grad is None for p in model.parameters())
+    assert sum(not p.requires_grad for p in model.parameters()) == 1  # as they were
+    converted = pod.convert(model, pod.LayerBlocks.dense(LAYERS, KV_HEADS), 2, 5)
+    again = sharing_damage(converted, rows, 2, 5, queries=4, fisher=True, progress=False)
+    torch.testing.assert_close(again, got, rtol=1e-3, atol=1e-9)
 
 
 def test_damage_of_a_pod_model_without_shared_layers_is_the_stock_models():

@@ -17,15 +17,19 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+_POSITIONS = 256  # whose logits are in memory at once
+
 
 @dataclass(frozen=True)
 class Seen:
-    """An attention module and what it is called with: hidden states [1, T, C], and RoPE's cos and sin [1, T, D]."""
+    """An attention module and what it is called with: hidden states [1, T, C], and RoPE's cos and sin [1, T, D]; and
+    the loss's gradient [T, C] at what it gives out, where the meters want it."""
 
     module: nn.Module
     hidden_states: Tensor
     cos: Tensor
     sin: Tensor
+    gradient: Tensor | None = None
 
     def project(self, name: str, tokens: slice | Tensor) -> Tensor:
         """Queries ("q") or keys ("k") after norm and RoPE, or values ("v"), of some tokens: [heads, n, D]."""
@@ -58,7 +62,7 @@ class Seen:
 
 
 class Meter(Protocol):
-    """What `watch` tells of a model's layers."""
+    """What `watch` tells of a model's layers. `wants_gradients` is read where it is there."""
 
     def begin(self, length: int, layers: int) -> bool: ...
 
@@ -79,6 +83,10 @@ def watch(
 ) -> None:
     """Run a model on samples, one forward each, in eval mode, without gradients or cache; modes are restored.
 
+    Where a meter has `wants_gradients`, a forward with gradients and a backward come before it: the gradient of the
+    summed loss of next tokens that are drawn from the model's own distribution, so that squares of it estimate the
+    Fisher information. They take a sample's activations of all layers, as a training step without checkpointing.
+
     Args:
         model: a causal LM like Llama, Mistral, Qwen2, Qwen3 or Phi-3, stock or PoD.
         batches: `input_ids` [B, T] (integers), or mappings with `input_ids` and perhaps `attention_mask` [B, T] (1 for
@@ -92,6 +100,7 @@ def watch(
     from tqdm.auto import tqdm
 
     attentions = _attention_modules(model)
+    draws = torch.Generator().manual_seed(0)
     device = model.get_input_embeddings().weight.device
     modes = [(module, module.training) for module in model.modules()]
     num_samples = 0
@@ -101,7 +110,10 @@ def watch(
             num_samples += 1
             wanting = [meter for meter in meters if meter.begin(input_ids.numel(), len(attentions))]
             if wanting:
-                _forward(model, attentions, input_ids.to(device), wanting)
+                ids = input_ids.to(device)
+                wants = any(getattr(meter, "wants_gradients", False) for meter in wanting)
+                gradients = _gradients(model, attentions, ids, draws) if wants else [None] * len(attentions)
+                _forward(model, attentions, ids, wanting, gradients)
             for meter in wanting:
                 meter.end()
     finally:
@@ -111,7 +123,47 @@ def watch(
         raise ValueError("batches holds no samples: give at least one [B, T] tensor of input_ids")
 
 
-def _forward(model: nn.Module, attentions: list[nn.Module], input_ids: Tensor, meters: list[Meter]) -> None:
+def _gradients(
+    model: nn.Module, attentions: list[nn.Module], input_ids: Tensor, draws: torch.Generator
+) -> list[Tensor]:
+    """The gradient [T, C] at each attention's output, as `watch` says, of one sample [T]."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    outputs: list[Tensor] = []
+
+    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        states = output[0] if isinstance(output, tuple) else output
+        states.retain_grad()
+        outputs.append(states)
+
+    handles = [attention.register_forward_hook(hook) for attention in attentions]
+    try:
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        with torch.enable_grad():
+            embedded = model.get_input_embeddings()(input_ids[None]).requires_grad_()
+            hidden_states = model.model(inputs_embeds=embedded, use_cache=False).last_hidden_state
+            # The logits of all positions at once would be the largest thing in memory.
+            last = hidden_states.detach().requires_grad_()
+            for part in last[0].split(_POSITIONS):
+                logits = model.get_output_embeddings()(part).float()
+                drawn = torch.multinomial(logits.detach().softmax(-1).cpu(), 1, generator=draws)[:, 0]
+                nn.functional.cross_entropy(logits, drawn.to(logits.device), reduction="sum").backward()
+            hidden_states.backward(last.grad)
+    finally:
+        for handle in handles:
+            handle.remove()
+        for parameter in trained:
+            parameter.requires_grad_(True)
+    return [states.grad[0] for states in outputs]
+
+
+def _forward(
+    model: nn.Module,
+    attentions: list[nn.Module],
+    input_ids: Tensor,
+    meters: list[Meter],
+    gradients: Sequence[Tensor | None],
+) -> None:
     """One forward of one sample [T] without padding."""
     seen: set[int] = set()
 
@@ -121,7 +173,7 @@ def _forward(model: nn.Module, attentions: list[nn.Module], input_ids: Tensor, m
             cos, sin = kwargs["position_embeddings"] if "position_embeddings" in kwargs else args[1]
             seen.add(layer)
             for meter in meters:
-                meter.enter(layer, Seen(module, hidden_states, cos, sin))
+                meter.enter(layer, Seen(module, hidden_states, cos, sin, gradients[layer]))
 
         return hook
 

@@ -126,10 +126,11 @@ class Blocks(Section):
     threshold: float | None = Field(None, ge=0, le=1)
     """The similarity from which layers share (the paper's delta), instead of a wanted saving: wins over
     `blocks.kv_saving` when given."""
-    method: Literal["greedy", "damage", "sum", "worst"] = "greedy"
+    method: Literal["greedy", "damage", "fisher", "sum", "worst"] = "greedy"
     """How layers are grouped for `blocks.kv_saving`: `greedy` (the paper's Algorithm 1), or the best of all partitions:
-    `damage` (the least measured change of what layers give out, at `model.sink_size` and `model.recent_size`),
-    `sum` (the largest summed similarity of sharing layers to their anchors), `worst` (the largest least one)."""
+    `damage` (the least measured change of what layers give out, at `model.sink_size` and `model.recent_size`), `fisher`
+    (the same change as the loss feels it; needs the memory of a training step without checkpointing), `sum` (the
+    largest summed similarity of sharing layers to their anchors), `worst` (the largest least one)."""
     samples: int = Field(1000, ge=1)
     """Training samples whose attention is compared to find the blocks."""
     last_q: int = Field(16, ge=1)
