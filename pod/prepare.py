@@ -7,6 +7,8 @@
         --sequence-length 131072 --length-intervals 16384 65536
     python -m pod.prepare --source chats.jsonl --chat --out prepared/chats --tokenizer Qwen/Qwen2.5-7B-Instruct \\
         --sequence-length 8192
+    python -m pod.prepare --source hub:HuggingFaceFW/fineweb-edu/sample-10BT --max-tokens 5e9 --out prepared/fineweb \\
+        --tokenizer HuggingFaceTB/SmolLM2-135M --sequence-length 8192
 
 Reads text (.txt, .text), Markdown (.md, .markdown) and Python (.py), one document a file; JSON lines (.jsonl,
 .jsonl.gz: Dolma), one document a line; Parquet (.parquet), one document a row; and MosaicML MDS shards (ProLong), which
@@ -17,6 +19,11 @@ counted and reported with file and line, at the end and in `report.json` of the 
 ends the run. An MDS shard that is missing or not what its index says ends it too, with its name; with --skip-bad-shards
 it is reported with the rest. `report.md` and `report.png` of the output say how long the documents are, and which share
 of the tokens has distant keys in a model of --sink-size and --recent-size: on the others sharing does not act.
+
+hub:NAMESPACE/NAME[/CONFIG][:SPLIT] streams a data set of the Hugging Face hub, and hub:FOLDER[:SPLIT] a local one in
+any format that the package datasets reads, one document a row of the column --text-field; code of a data set is never
+run. With --max-tokens or --max-documents no more is read: files come in an order that the seed draws, since they are
+often sorted by what they hold.
 
 --chat reads JSON lines with a list `messages`, writes each by the tokenizer's chat template, and marks the assistant's
 turns: they alone have labels (`pod/data/chat.py` says which tokens these are). A line without messages, with an unknown
@@ -41,12 +48,13 @@ import hashlib
 import json
 import multiprocessing
 import os
+import random
 import shutil
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -58,6 +66,7 @@ import numpy as np
 
 from pod.data import summary
 from pod.data.chat import load_chat
+from pod.data.hub import PREFIX
 from pod.data.sampling import Plan, draw, split_documents, write_shard
 from pod.data.sources import DOCUMENT, LINES, Reading, Unit, find_units, load_tokenizer, read_unit
 from pod.extras import require
@@ -91,22 +100,38 @@ def _run(item: Any) -> Any:
     return _task(item)
 
 
-def in_parallel(task: Callable[[Any], Any], items: list, num_proc: int, desc: str) -> list:
-    """[task(item) for item in items], by up to `num_proc` processes, with a progress bar."""
+def in_parallel(
+    task: Callable[[Any], Any],
+    items: list,
+    num_proc: int,
+    desc: str,
+    is_enough: Callable[[list], bool] = lambda done: False,
+) -> list:
+    """[task(item) for item in items], by up to `num_proc` processes, with a progress bar.
+
+    It ends with the first result with which there `is_enough` (results so far, in the items' order).
+    """
     from tqdm import tqdm
 
-    count = min(num_proc, len(items))
+    count, done = min(num_proc, len(items)), []
+
+    def collect(results: Iterable) -> list:
+        for result in tqdm(results, total=len(items), desc=desc):
+            done.append(result)
+            if is_enough(done):
+                break
+        return done
+
     if count <= 1:
-        return [task(item) for item in tqdm(items, desc=desc)]
+        return collect(map(task, items))
     # Forked workers share what the parent has loaded.
     method = "fork" if sys.platform == "linux" else None
     context = multiprocessing.get_context(method)
     with ProcessPoolExecutor(count, context, _begin, (task, os.getpid())) as pool:
         try:
-            return list(tqdm(pool.map(_run, items), total=len(items), desc=desc))
-        except BaseException:
+            return collect(pool.map(_run, items))
+        finally:
             pool.shutdown(wait=False, cancel_futures=True)
-            raise
 
 
 @contextmanager
@@ -194,6 +219,8 @@ def prepare(
     max_bad_share: float = 1.0,
     sink_size: int = 16,
     recent_size: int = 4080,
+    max_tokens: float | None = None,
+    max_documents: int | None = None,
 ) -> dict[str, Any]:
     """Prepare `sources` into the directory `out`; see the module's docstring and `--help`.
 
@@ -220,7 +247,14 @@ def prepare(
     edges = length_intervals or None
     if edges and (min(edges) < 1 or edges != sorted(set(edges))):
         raise ValueError(f"--length-intervals {' '.join(map(str, edges))}: lengths in tokens, rising, at least 1")
+    for option, limit in (("tokens", max_tokens), ("documents", max_documents)):
+        if limit is not None and not 1 <= limit < float("inf"):
+            raise ValueError(f"--max-{option} {limit}: at least 1")
+    max_tokens = None if max_tokens is None else int(max_tokens)
     units = find_units(sources)
+    if max_tokens is not None or max_documents is not None:
+        # Files are often sorted by what they hold: the first of them would be of one kind.
+        random.Random(seed).shuffle(units)
     _, vocab_size, pad_id = load_tokenizer(tokenizer)
     most = SHARD_BYTES // token_dtype(vocab_size).itemsize
     if sequence_length > most:
@@ -231,7 +265,7 @@ def prepare(
     if chat_template is not None and not chat:
         raise ValueError(f"--chat-template {chat_template}: only --chat writes chats")
     template = Path(chat_template).read_text() if chat_template is not None else None
-    reading = Reading(tokenizer, vocab_size, text_field, chat, template)
+    reading = Reading(tokenizer, vocab_size, text_field, chat, template, max_documents, max_tokens)
     if chat:
         check_chat(reading, units)
     out = Path(out)
@@ -332,7 +366,9 @@ def check_apart(out: Path, sources: list[str]) -> None:
     Raises:
         ValueError: names both.
     """
-    for source in map(Path, sources):
+    for source in (Path(source.removeprefix(PREFIX).partition(":")[0]) for source in sources):
+        if not source.exists():  # on the hub
+            continue
         if out.resolve().is_relative_to(source.resolve()):
             raise ValueError(f"--out {out} lies inside --source {source}: the next run would read what this one writes")
         if source.resolve().is_relative_to(out.resolve()):
@@ -350,7 +386,7 @@ def read_documents(
         ValueError: nothing readable, more unreadable than allowed, a bad MDS shard.
     """
     task = partial(read_unit, reading=reading, folder=work, skip_bad_shards=skip_bad_shards)
-    found = in_parallel(task, units, num_proc, "Tokenising")
+    found = in_parallel(task, units, num_proc, "Tokenising", partial(_is_enough, reading=reading))
     skipped = [problem for unit in found for problem in unit["problems"]]
     found = [unit for unit in found if unit["documents"]]
     first = "; the first: {file}:{line}: {problem}".format(**skipped[0]) if skipped else ""
@@ -371,7 +407,16 @@ def read_documents(
         part = slice(end - unit["documents"], end)
         table[part] = np.load(work / f"{unit['key']}.npy")
         begin[part] = np.cumsum(table["length"][part]) - table["length"][part]
-    return Documents(table, [unit["key"] for unit in found], np.repeat(np.arange(len(counts)), counts), begin, skipped)
+    unit = np.repeat(np.arange(len(counts)), counts)
+    count = len(table) if reading.max_documents is None else min(len(table), reading.max_documents)
+    if reading.max_tokens is not None:  # and with the document that reaches them
+        count = min(count, int(np.searchsorted(np.cumsum(table["length"]), reading.max_tokens)) + 1)
+    return Documents(table[:count], [each["key"] for each in found], unit[:count], begin[:count], skipped)
+
+
+def _is_enough(found: list[dict[str, Any]], reading: Reading) -> bool:
+    limits = (("documents", reading.max_documents), ("tokens", reading.max_tokens))
+    return any(limit is not None and sum(unit[name] for unit in found) >= limit for name, limit in limits)
 
 
 def choose(
@@ -442,7 +487,9 @@ def counted(
 @exit_status
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--source", nargs="+", required=True, metavar="PATH", help="files and directories to read")
+    parser.add_argument(
+        "--source", nargs="+", required=True, metavar="PATH", help="files, directories and hub:NAME to read"
+    )
     parser.add_argument("--out", required=True, metavar="DIR", help="the directory to write")
     parser.add_argument("--tokenizer", required=True, metavar="bytes|PATH", help="bytes, a directory or a hub id")
     parser.add_argument("--sequence-length", type=int, required=True, metavar="N", help="tokens of a sample")
@@ -461,6 +508,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--held-out", type=float, default=0.01, help="share of the documents for validation (0.01)")
     parser.add_argument("--seed", type=int, default=0, help="of the order of the documents (0)")
     parser.add_argument("--num-proc", type=int, default=os.cpu_count() or 1, help="processes (all cores)")
+    parser.add_argument("--max-tokens", type=float, metavar="N", help="read no more than so many (5e9)")
+    parser.add_argument("--max-documents", type=int, metavar="N", help="read no more than so many")
     parser.add_argument("--text-field", default="text", help="field of a JSON line, or column, with the text (text)")
     parser.add_argument("--chat", action="store_true", help="learn the assistant's turns of each line's `messages`")
     parser.add_argument("--chat-template", metavar="FILE", help="a Jinja chat template (that of the tokenizer)")

@@ -1,8 +1,8 @@
-"""What `prepare.py` reads: files and MDS shards, grouped into units, and each unit turned into token ids on disk.
+"""What `prepare.py` reads: files, MDS shards and data sets of the hub, as units, each turned into token ids on disk.
 
 A unit is what one process reads at a time and what a killed run need not read again: one file of JSON lines or of
-Parquet, one MDS shard, or some small files of text. `read_unit` leaves these files in the work folder, named after the
-unit's content:
+Parquet, one MDS shard, one part of a data set, or some small files of text. `read_unit` leaves these files in the work
+folder, named after the unit's content:
 
     KEY.ids     every document's token ids, one after the other, uint16 or uint32
     KEY.learned of chats: 1 for each of these that is learned, else 0, uint8
@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from pod.data import hub
 from pod.data.chat import BadChat, load_chat, parse_chat
 from pod.data.mds import BadShard, Shard, read_index
 from pod.extras import require
@@ -41,11 +42,13 @@ UNIT_FILES, UNIT_BYTES = 256, 2**24
 
 @dataclass(frozen=True)
 class Unit:
-    """Files of text, JSON lines or Parquet, or one MDS shard; `stamp` is what shows that they have not changed."""
+    """Files of text, JSON lines or Parquet, one MDS shard, or one part of a data set; `stamp` is what shows that they
+    have not changed."""
 
     files: tuple[str, ...]
     stamp: tuple
     shard: Shard | None = None
+    part: hub.Part | None = None
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,9 @@ class Reading:
     text_field: str
     chat: bool = False
     chat_template: str | None = None
+    max_documents: int | None = None
+    """Of a unit: reading ends with so many, or with the document that reaches so many tokens."""
+    max_tokens: int | None = None
 
     def key(self, unit: Unit) -> str:
         """The name of the unit's files in the work folder."""
@@ -65,7 +71,8 @@ class Reading:
 
 
 def find_units(sources: list[str]) -> list[Unit]:
-    """The units that `sources` (files and directories) stand for, in the order of their files' names, each file once.
+    """The units that `sources` (files, directories, `hub:...`) stand for: in the order of their files' names, each file
+    once, and then the parts of data sets.
 
     In a directory, an index.json of MDS shards stands for these. Links are followed, also to directories and in loops;
     a file that is reached by several names is read under the first of them.
@@ -73,8 +80,11 @@ def find_units(sources: list[str]) -> list[Unit]:
     Raises:
         FileNotFoundError: a source does not exist, or no source has a readable kind of file.
         OSError: a directory cannot be listed.
-        ValueError: a file was named whose kind is not one that can be read; an index.json beside MDS shards is damaged.
+        ValueError: a file was named whose kind is not one that can be read; an index.json beside MDS shards is damaged;
+            a data set cannot be opened.
     """
+    parts = [part for source in sources if source.startswith(hub.PREFIX) for part in hub.find_parts(source)]
+    sources = [source for source in sources if not source.startswith(hub.PREFIX)]
     known = (*TEXT, *LINES, PARQUET)
     found: dict[str, Shard | None] = {}
     for source in sources:
@@ -94,7 +104,7 @@ def find_units(sources: list[str]) -> list[Unit]:
                     found[str(file)] = None
         else:
             raise FileNotFoundError(f"--source {source}: no such file or directory")
-    if not found:
+    if not found and not parts:
         raise FileNotFoundError(
             f"no input files: nothing in {', '.join(sources)} ends with {', '.join(known)} or is an index.json of MDS "
             "shards"
@@ -125,7 +135,7 @@ def find_units(sources: list[str]) -> list[Unit]:
             if len(group) == UNIT_FILES or sum(size for _, (size, _) in group) >= UNIT_BYTES:
                 close()
     close()
-    return units
+    return units + [Unit((str(part),), (part.state,), part=part) for part in parts]
 
 
 def visible_files(directory: Path) -> Iterator[Path]:
@@ -198,6 +208,21 @@ def read_documents(files: tuple[str, ...], text_field: str, chat: bool = False) 
                 yield {"text": text, "file": file, "line": line, "problem": problem}
         except (OSError, EOFError, zlib.error) as error:
             yield {"text": "", "file": file, "line": line, "problem": f"cannot be read from here on: {error}"}
+
+
+def read_columns(part: hub.Part, column: str) -> Iterator[dict[str, Any]]:
+    """As `read_documents`, of a part of a data set."""
+    row = 0
+    try:
+        for row, text in enumerate(hub.read_part(part, column), start=1):
+            text, problem = (
+                checked(text, f"column {column!r}")
+                if isinstance(text, str)
+                else ("", f"no text: column {column!r} is {type(text).__name__}")
+            )
+            yield {"text": text, "file": str(part), "line": row, "problem": problem}
+    except OSError as error:
+        yield {"text": "", "file": str(part), "line": row + 1, "problem": f"cannot be read from here on: {error}"}
 
 
 def parse_line(raw: bytes, text_field: str) -> tuple[str, str]:
@@ -355,7 +380,11 @@ def read_unit(unit: Unit, reading: Reading, folder: Path, skip_bad_shards: bool)
             return
         encode = load_tokenizer(reading.tokenizer)[0]
         encode_chat = load_chat(reading.tokenizer, reading.chat_template) if reading.chat else None
-        for row in read_documents(unit.files, reading.text_field, reading.chat):
+        if unit.part is not None:
+            rows = read_columns(unit.part, reading.text_field)
+        else:
+            rows = read_documents(unit.files, reading.text_field, reading.chat)
+        for row in rows:
             text, ids, learned = row.pop("text"), (), None
             if not row["problem"]:
                 try:
@@ -381,6 +410,8 @@ def read_unit(unit: Unit, reading: Reading, folder: Path, skip_bad_shards: bool)
                     marks.write(learned.astype(np.uint8).data)
                 table += len(ids).to_bytes(8, "little") + digest
                 tokens += len(ids)
+                if _enough(len(table) // DOCUMENT.itemsize, tokens, reading):
+                    break
     except BadShard as error:
         ids_file.unlink()
         if not skip_bad_shards:
@@ -396,6 +427,11 @@ def read_unit(unit: Unit, reading: Reading, folder: Path, skip_bad_shards: bool)
         aside.write_text(json.dumps({"sha256": digests, "result": result}))
         os.replace(aside, note)
     return result
+
+
+def _enough(documents: int, tokens: int, reading: Reading) -> bool:
+    limits = ((documents, reading.max_documents), (tokens, reading.max_tokens))
+    return any(limit is not None and count >= limit for count, limit in limits)
 
 
 def _digest(path: Path) -> str | None:
