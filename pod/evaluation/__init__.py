@@ -4,7 +4,7 @@ registry.py            their names
 benchmark.py           what a benchmark of generated text says of itself, and what is done with any
 runner.py              its predictions: batches, processes, files that a killed run goes on from
 longbench.py, ruler.py, needle.py    the benchmarks: prompts, scores, tables
-metrics.py             LongBench's and RULER's scores, as their authors compute them
+metrics/               the scores, as the benchmarks' authors compute them
 ruler_tasks.py         how RULER's 13 tasks are made at any size
 haystack.py            what long prompts are filled up with
 questions.py           SQuAD's and HotpotQA's files
