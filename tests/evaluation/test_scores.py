@@ -96,8 +96,8 @@ def test_output_of_code():
     # After the last `the final output` the first ones, and the empty word before the blank counts.
     said = "the final output 9 so the final output will be 1 2 3 4 5"
     assert l_eval.output_of_code(said, "a") == " 1 2 3"
-    # Fillings go in their order, as text: `is` out of `this`, then nothing is left of `would be`.
-    assert l_eval.output_of_code("th the value of xis 5", "5") == "th  x 5"
+    # Fillings go in their order, as text: once `is` is out of `bise`, `would be` is there and goes.
+    assert l_eval.output_of_code("th the value of xis 5", "5") == "th x 5"
     assert l_eval.output_of_code("would bise 1", "5") == " 1"
     assert l_eval.output_of_code("[ [1.0, 2] ]  [ 3]", "x") == "[[1 2]][ 3]"
     assert metrics.leval("codeU", ["It prints [1, 2]", "4"], ["[1,  2]", "5"]) == 50.0
