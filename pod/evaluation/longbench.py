@@ -25,9 +25,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from pod.evaluation import metrics, report
-from pod.evaluation.benchmark import Benchmark, Row, Score, command
+from pod.evaluation.benchmark import Benchmark, Row, Score, add_limit, check_limit, command
 from pod.evaluation.lines import Fields, check_fields, parse_lines
-from pod.evaluation.runner import Predictions, Request, as_chat, question_at, tokenise
+from pod.evaluation.runner import Predictions, Request, asked_last, tokenise
 
 _MULTI_DOCUMENT = (
     "Answer the question based on the given passages. Only give me the answer and do not output any other words.\n\n"
@@ -307,19 +307,14 @@ def make_requests(
     Raises:
         ValueError: max_length or limit too small.
     """
-    if limit is not None and limit < 1:
-        raise ValueError(f"--limit must be at least 1 sample, got {limit}")
+    check_limit(limit)
     name = task.removesuffix("_e")
     chat = bool(tokenizer.chat_template) and name not in NO_CHAT_TEMPLATE
     requests = []
     for index, sample in enumerate(samples[:limit]):
         filled = PROMPTS[name].format(context=sample["context"], input=sample["input"])
-        text = truncate(tokenizer, filled, max_length)
-        place = _question_at(text, PROMPTS[name].split("{context}")[1].format(input=sample["input"]))
-        if chat:
-            question = text[place:]
-            text = as_chat(tokenizer, text)
-            place = question_at(text, question)
+        asked = PROMPTS[name].split("{context}")[1].format(input=sample["input"])
+        text, place = asked_last(tokenizer, truncate(tokenizer, filled, max_length), asked, chat)
         requests.append(
             Request(
                 key=str(index),
@@ -332,16 +327,6 @@ def make_requests(
             )
         )
     return requests
-
-
-def _question_at(text: str, asked: str) -> int:
-    """Where in a truncated prompt begins what its template has behind the context.
-
-    What truncation has cut, or the tokenizer writes in another way, counts as that long, and as half of the prompt at
-    most, which is what truncation leaves of its end.
-    """
-    place = text.rfind(asked)
-    return place if place > 0 else max(len(text) - len(asked), len(text) // 2)
 
 
 def score(task: str, rows: Sequence[dict[str, Any]]) -> float | dict[str, float | None]:
@@ -435,7 +420,7 @@ class LongBench(Benchmark):
             f"Sets: {', '.join(GROUPS['all'])}",
         )
         parser.add_argument("--max-length", type=int, default=31500, help="tokens of a prompt (default: 31500)")
-        parser.add_argument("--limit", type=int, help="only the first LIMIT samples of each set")
+        add_limit(parser)
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__(options)

@@ -24,7 +24,7 @@ knows no English question (`phrase`). Such scores are not the benchmark's, and w
 
 import argparse
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 from hashlib import sha256
 from pathlib import Path
@@ -35,7 +35,7 @@ from transformers import PreTrainedTokenizerBase
 from pod.evaluation import metrics, report
 from pod.evaluation.benchmark import Benchmark, Row, Score, command
 from pod.evaluation.command import add_numbers
-from pod.evaluation.haystack import Haystack
+from pod.evaluation.haystack import Haystack, fit
 from pod.evaluation.passkey import PHRASES
 from pod.evaluation.questions import Questions, read_hotpotqa, read_squad
 from pod.evaluation.ruler_tasks import TASKS, Made, Setting
@@ -141,35 +141,6 @@ def make_requests(
             )
         )
     return requests
-
-
-def fit(make: Callable[[int], tuple[int, Any]], room: int) -> tuple[int, Any]:
-    """The largest size whose tokens are at most `room`, or one within half a percent of it.
-
-    Args:
-        make: size -> (tokens, made); tokens grow about evenly with the size.
-        room: tokens.
-
-    Returns:
-        (tokens, made); those of size 0 where even that has too many.
-    """
-    low, best = 0, make(0)
-    base = best[0]
-    high, size, tries = None, max(1, (room - base) // 4), 0
-    while best[0] <= room and best[0] < 0.995 * room and (high is None or high - low > 1):
-        tokens, made = make(size)
-        if tokens <= room:
-            low, best = size, (tokens, made)
-        else:
-            high = size
-        # Where the straight line through size 0 and this one reaches the room; halving when that does not get there.
-        tries += 1
-        size = int(size * (room - base) / max(1, tokens - base))
-        if high is None:
-            size = min(max(size, low + 1), 8 * low + 8)
-        elif not low < size < high or tries > 6:
-            size = (low + high) // 2
-    return best
 
 
 def score(task: str, rows: Sequence[dict[str, Any]]) -> float:
