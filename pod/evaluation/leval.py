@@ -132,10 +132,10 @@ def load_samples(data: str, task: str) -> list[dict[str, Any]]:
             counts = f"{len(line['instructions'])} texts but field 'outputs' {len(line['outputs'])}"
             raise ValueError(f"{place}: field 'instructions' has {counts}")
         for output in line["outputs"]:
-            if task == "sci_fi" and "[fact:" not in output:
-                raise ValueError(f"{place}: field 'outputs' of sci_fi must read 'True [fact: False]', got {output!r}")
             if not output.strip():
                 raise ValueError(f"{place}: field 'outputs' has an empty text")
+            if task == "sci_fi" and "[fact:" not in output:
+                raise ValueError(f"{place}: field 'outputs' of sci_fi must read 'True [fact: False]', got {output!r}")
         if line["evaluation"] in SCORED:
             samples.append(line)
     if not samples:
