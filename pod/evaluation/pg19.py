@@ -8,7 +8,7 @@
 tokenised whole, with the begin-of-text token where there is one, and read alone from its beginning. Of each size C only
 the books longer than C count, by the model's own tokenizer (the paper: by Llama's for both models). The rows are
 `strided`, chunks of C tokens without a cache, each from position 0, and each method of --methods, fed --stride tokens
-at a time, with C tokens beside its sinks. Tokens weigh equally: exp of all losses over all tokens but each book's first.
+at a time, with C tokens beside its sinks. Tokens weigh equally: exp of all losses over all tokens but a book's first.
 Results are written after each book, and the same command goes on where a killed run stopped.
 """
 
