@@ -1,6 +1,7 @@
 """What long prompts are filled up with, noise, words or any text, how much of it, and how needles get into it."""
 
 import bisect
+import importlib.util
 import math
 import random
 from collections.abc import Callable
@@ -33,6 +34,18 @@ NOUNS = (
     "temple thread thunder ticket tiger timber tower train tulip tunnel turtle valley velvet village violin wagon "
     "walnut water whale wheat willow window winter wolf zebra"
 ).split()
+
+
+def word_lists() -> tuple[list[str], list[str], list[str]]:
+    """Adjectives, nouns, verbs: wonderwords' where it is installed, as RULER has it, else those here, without verbs."""
+    if importlib.util.find_spec("wonderwords") is None:
+        return ADJECTIVES, NOUNS, []
+    from wonderwords import RandomWord
+
+    words = RandomWord()
+    return tuple(sorted(words.filter(include_categories=[kind])) for kind in ("adjective", "noun", "verb"))
+
+
 _DEPTHS = 40  # in how many steps the depths of needles in a text are drawn
 
 
