@@ -12,6 +12,8 @@ from, and only then its last tokens and the answer, of which the logits are take
 (StreamingLLM, Cascade) evicts between them, and is given all at once. Tasks that generate get such a cache too.
 """
 
+import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,10 +26,15 @@ from pod.evaluation import models
 from pod.eviction.chain import ChainPolicy
 from pod.extras import require
 
-require("lm-eval", "lm_eval", what="pod.evaluation.harness")
+if importlib.util.find_spec("lm_eval"):
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.huggingface import HFLM
+else:  # said when a model is made; the module has its documentation all the same
+    HFLM = object
 
-from lm_eval.api.registry import register_model  # noqa: E402
-from lm_eval.models.huggingface import HFLM  # noqa: E402
+    def register_model(*names: str) -> Callable[[type], type]:
+        return lambda kind: kind
+
 
 Request = tuple[tuple[str, str] | None, list[int], list[int]]  # (context, continuation), the ids of either
 
@@ -45,6 +52,7 @@ class PodLM(HFLM):
         **options: of `HFLM`; with a model also its `tokenizer`.
 
     Raises:
+        ImportError: lm_eval is not installed.
         ValueError: `last_tokens` below 1; a method with `query_aware=False`, as the harness does not say where a
             question begins; what `pod.evaluation.models.load` refuses.
     """
@@ -57,6 +65,7 @@ class PodLM(HFLM):
         batch_size: int | str = 1,
         **options: Any,
     ) -> None:
+        require("lm-eval", "lm_eval", what="lm-evaluation-harness's model")
         if last_tokens < 1:
             raise ValueError(f"last_tokens must be at least 1, got {last_tokens}")
         self.eviction = methods.parse(eviction) if isinstance(eviction, str) else eviction

@@ -7,8 +7,6 @@ import json
 
 import pytest
 import torch
-from scripts import tiny_llama
-from transformers import ByT5Tokenizer
 
 import pod
 
@@ -46,16 +44,6 @@ generation_kwargs:
 metric_list:
   - metric: exact_match
 """
-
-
-@pytest.fixture(scope="module")
-def model():
-    return pod.convert(tiny_llama(), pod.LayerBlocks([[0, 0], [0, 1]]), sink_size=2, recent_size=14)
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return ByT5Tokenizer(extra_ids=0)
 
 
 @pytest.fixture
