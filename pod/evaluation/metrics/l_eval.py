@@ -21,7 +21,7 @@ SETS = tuple(name for names in GROUPS.values() for name in names)
 ROUGES = ("geometric_mean", "rouge1", "rouge2", "rougeL")
 
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
-# What is taken out of a prediction about code, in this order: "would be" is gone from "would bis e" only after "is" is.
+# What is taken out of a prediction about code, in this order: "would bise" loses "is" first, and then "would be".
 _FILLINGS = ("will be", "of the code", "is", "would be", "the value of", "the result of", "printed")
 
 
