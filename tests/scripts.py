@@ -6,7 +6,9 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
-from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from tokenizers import Tokenizer, decoders, models
+from tokenizers.processors import TemplateProcessing
+from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -39,3 +41,12 @@ def save(model: PreTrainedModel, folder: Path) -> Path:
     model.save_pretrained(folder)
     ByT5Tokenizer(extra_ids=0).save_pretrained(folder)
     return folder
+
+
+def letters_tokenizer() -> PreTrainedTokenizerFast:
+    """Letters, the pair "ab" as one token, and a begin-of-text token that is put before every text."""
+    vocab = {"<s>": 0, "a": 1, "b": 2, "c": 3, "ab": 4}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("a", "b")]))
+    tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")

@@ -3,13 +3,16 @@
 registry.py            their names
 benchmark.py           what a benchmark of generated text says of itself, and what is done with any
 runner.py              its predictions: batches, processes, files that a killed run goes on from
-longbench.py, ruler.py, needle.py    the benchmarks: prompts, scores, tables
-metrics.py             LongBench's and RULER's scores, as their authors compute them
+longbench.py, leval.py, infinitebench.py, ruler.py, needle.py, needlebench.py    the benchmarks: prompts, scores, tables
+lines.py               their files of one JSON object a line
+metrics/               the scores, as the benchmarks' authors compute them
 ruler_tasks.py         how RULER's 13 tasks are made at any size
 haystack.py            what long prompts are filled up with
 questions.py           SQuAD's and HotpotQA's files
 passkey.py             prompts with a hidden key, and the digits' accuracy
 perplexity.py          losses on held-out text, whole or streamed through the cache
+pg19.py                the same of whole books, as Cascade's paper has it
+harness.py             lm-evaluation-harness's model class, with a cache that evicts
 trade_off.py           both against the bytes that a cache keeps, every eviction method
 memory.py              the largest batch in a given memory, by arithmetic and measured
 runs.py                one table of LongBench runs, published rows beside ours: `report`

@@ -41,6 +41,7 @@ class Benchmark(ABC):
         settings: what predictions depend on, beside the model and the eviction method.
         lengths: tokens of the prompts, for a note where a model was made for fewer.
         title: what was run, in a sentence above the comparison; may be empty.
+        room: positions of the model that prompts are made for next; None where its config does not say.
     """
 
     name: ClassVar[str]
@@ -51,6 +52,7 @@ class Benchmark(ABC):
     settings: dict[str, Any]
     lengths: Sequence[int]
     title: str = ""
+    room: int | None = None
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -89,10 +91,22 @@ class Benchmark(ABC):
         self.write(scores, {name: len(found) for name, found in rows.items()}, folder)
         return scores
 
-    def beyond(self, ckpt: str, room: int | None) -> str:
+    def beyond(self, ckpt: str) -> str:
         """Which lengths a model was not made for, as a sentence; nothing where there are none."""
-        longer = [str(n) for n in self.lengths if room is not None and n + self.asks_beyond > room]
-        return f"{Path(ckpt).resolve().name} was made for {room} tokens, not for {', '.join(longer)}." if longer else ""
+        longer = [str(n) for n in self.lengths if self.room is not None and n + self.asks_beyond > self.room]
+        name = Path(ckpt).resolve().name
+        return f"{name} was made for {self.room} tokens, not for {', '.join(longer)}." if longer else ""
+
+
+def add_limit(parser: argparse.ArgumentParser) -> None:
+    """Give a parser `--limit`, samples of each set."""
+    parser.add_argument("--limit", type=int, help="only the first LIMIT samples of each set")
+
+
+def check_limit(limit: int | None) -> None:
+    """Raises ValueError where `--limit` leaves no sample."""
+    if limit is not None and limit < 1:
+        raise ValueError(f"--limit must be at least 1 sample, got {limit}")
 
 
 def folders_of(ckpts: Sequence[str], out: Path) -> dict[str, Path]:
@@ -129,7 +143,8 @@ def run(benchmark: Benchmark, options: argparse.Namespace) -> None:
         model, tokenizer = models.load(ckpt)
         settings["weights"] = weights_hash(ckpt)
         variants = models.variants(model, options.eviction)
-        note = benchmark.beyond(ckpt, getattr(model.config, "max_position_embeddings", None))
+        benchmark.room = getattr(model.config, "max_position_embeddings", None)
+        note = benchmark.beyond(ckpt)
         if note:
             notes.append(note)
             if runner.process()[0] == 0:

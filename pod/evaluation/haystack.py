@@ -1,9 +1,12 @@
-"""What long prompts are filled up with, noise, random words or any text, and how needles get into it."""
+"""What long prompts are filled up with, noise, words or any text, how much of it, and how needles get into it."""
 
 import bisect
+import importlib.util
 import math
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.".split()
 ADJECTIVES = (
@@ -31,6 +34,18 @@ NOUNS = (
     "temple thread thunder ticket tiger timber tower train tulip tunnel turtle valley velvet village violin wagon "
     "walnut water whale wheat willow window winter wolf zebra"
 ).split()
+
+
+def word_lists() -> tuple[list[str], list[str], list[str]]:
+    """Adjectives, nouns, verbs: wonderwords' where it is installed, as RULER has it, else those here, without verbs."""
+    if importlib.util.find_spec("wonderwords") is None:
+        return ADJECTIVES, NOUNS, []
+    from wonderwords import RandomWord
+
+    words = RandomWord()
+    return tuple(sorted(words.filter(include_categories=[kind])) for kind in ("adjective", "noun", "verb"))
+
+
 _DEPTHS = 40  # in how many steps the depths of needles in a text are drawn
 
 
@@ -88,3 +103,32 @@ def insert(draw: random.Random, lines: list[str], needles: list[str]) -> list[st
     for offset, (place, needle) in enumerate(zip(chosen, needles, strict=True)):
         mixed.insert(place + offset, needle)
     return mixed
+
+
+def fit(make: Callable[[int], tuple[int, Any]], room: int) -> tuple[int, Any]:
+    """The largest size whose tokens are at most `room`, or one within half a percent of it.
+
+    Args:
+        make: size -> (tokens, made); tokens grow about evenly with the size.
+        room: tokens.
+
+    Returns:
+        (tokens, made); those of size 0 where even that has too many.
+    """
+    low, best = 0, make(0)
+    base = best[0]
+    high, size, tries = None, max(1, (room - base) // 4), 0
+    while best[0] <= room and best[0] < 0.995 * room and (high is None or high - low > 1):
+        tokens, made = make(size)
+        if tokens <= room:
+            low, best = size, (tokens, made)
+        else:
+            high = size
+        # Where the straight line through size 0 and this one reaches the room; halving when that does not get there.
+        tries += 1
+        size = int(size * (room - base) / max(1, tokens - base))
+        if high is None:
+            size = min(max(size, low + 1), 8 * low + 8)
+        elif not low < size < high or tries > 6:
+            size = (low + high) // 2
+    return best

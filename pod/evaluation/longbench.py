@@ -15,8 +15,6 @@ a blank changes, so their odd spellings and their trailing newlines stay.
 """
 
 import argparse
-import io
-import json
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
@@ -27,8 +25,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from pod.evaluation import metrics, report
-from pod.evaluation.benchmark import Benchmark, Row, Score, command
-from pod.evaluation.runner import Predictions, Request, as_chat, question_at, tokenise
+from pod.evaluation.benchmark import Benchmark, Row, Score, add_limit, check_limit, command
+from pod.evaluation.lines import Fields, check_fields, parse_lines
+from pod.evaluation.runner import Predictions, Request, asked_last, tokenise
 
 _MULTI_DOCUMENT = (
     "Answer the question based on the given passages. Only give me the answer and do not output any other words.\n\n"
@@ -148,7 +147,7 @@ GROUPS = {
 TASKS = (*GROUPS["all"], *GROUPS["e"])
 
 # What the runner and the metrics read, with the types that a line must have.
-FIELDS: dict[str, tuple[type, ...]] = {
+FIELDS: Fields = {
     "input": (str,),
     "context": (str,),
     "answers": (list,),
@@ -156,7 +155,6 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "all_classes": (list, type(None)),
     "_id": (str,),
 }
-_TYPE_NAMES = {str: "a text", list: "a list of texts", int: "a whole number", type(None): "null"}
 HUB_DATASET = "THUDM/LongBench"
 BOTH = "prefilling & decoding"
 # arXiv 2412.02252, Tables 1 and 4: method, window, category scores, average, KV saving, degradation, stage.
@@ -207,14 +205,8 @@ def load_samples(data: str, task: str) -> list[dict[str, Any]]:
         ValueError: nothing there, or a line that is not as the format says, with file, line and field.
     """
     samples = []
-    for place, raw in _lines(data, task):
-        try:
-            sample = json.loads(raw)
-        except ValueError as error:
-            raise ValueError(f"{place}: broken JSON: {error}") from error
-        if not isinstance(sample, dict):
-            raise ValueError(f"{place}: expected a JSON object with the fields {', '.join(FIELDS)}")
-        _check_fields(place, sample, task, FIELDS)
+    for place, sample in parse_lines(*_file(data, task), FIELDS):
+        _check_answers(place, sample, task)
         samples.append(sample)
     if not samples:
         raise ValueError(f"{data}: {task}.jsonl has no samples")
@@ -232,21 +224,14 @@ def check_prediction(place: str, row: dict[str, Any], task: str) -> None:
     Raises:
         ValueError: a field is missing or has a wrong type or value; names the place and the field.
     """
-    _check_fields(place, row, task, ["answers", "all_classes", *(["length"] if task.endswith("_e") else [])])
+    names = ["answers", "all_classes", *(["length"] if task.endswith("_e") else [])]
+    check_fields(place, row, {name: FIELDS[name] for name in names})
+    _check_answers(place, row, task)
 
 
-def _check_fields(place: str, line: dict[str, Any], task: str, names: Iterable[str]) -> None:
-    """Refuse a line of a set whose fields are not what `FIELDS` and the set's metric say."""
+def _check_answers(place: str, line: dict[str, Any], task: str) -> None:
+    """Refuse a line that the set's metric cannot score."""
     metric = metrics.METRIC_OF[task.removesuffix("_e")]
-    for name in names:
-        types = FIELDS[name]
-        wanted = " or ".join(_TYPE_NAMES[kind] for kind in types)
-        if name not in line:
-            raise ValueError(f"{place}: field {name!r} ({wanted}) is missing")
-        value = line[name]
-        right = isinstance(value, types) and not isinstance(value, bool)
-        if not right or (isinstance(value, list) and not all(isinstance(item, str) for item in value)):
-            raise ValueError(f"{place}: field {name!r} must be {wanted}, got {str(value)[:60]!r}")
     if metric == "classification" and not line["all_classes"]:
         raise ValueError(f"{place}: field 'all_classes' must name the classes of {task}, got {line['all_classes']}")
     for answer in line["answers"] if metric == "retrieval" else []:
@@ -254,34 +239,24 @@ def _check_fields(place: str, line: dict[str, Any], task: str, names: Iterable[s
             raise ValueError(f"{place}: field 'answers' of {task} must read 'Paragraph 7' or '段落7', got {answer!r}")
 
 
-def _lines(data: str, task: str) -> Iterator[tuple[str, str]]:
-    """(file:line, text) of each line that is not blank."""
+def _file(data: str, task: str) -> tuple[str, bytes]:
+    """(name for errors, content) of a set's file."""
     path = Path(_download() if data == "hub" else data)
     file_name = f"{task}.jsonl"
     plain = [folder / file_name for folder in (path, path / "data") if (folder / file_name).is_file()]
     archive = path if path.suffix == ".zip" and path.is_file() else path / "data.zip"
     if plain:
-        name, raw = str(plain[0]), plain[0].read_bytes()
-    elif archive.is_file():
-        try:
-            with zipfile.ZipFile(archive) as opened:
-                inside = [entry for entry in opened.namelist() if Path(entry).name == file_name]
-                if not inside:
-                    raise ValueError(f"{archive}: no {file_name} in the archive")
-                name, raw = f"{archive}/{inside[0]}", opened.read(inside[0])
-        except zipfile.BadZipFile as error:
-            raise ValueError(f"{archive}: no zip file, or damaged ({error})") from error
-    else:
+        return str(plain[0]), plain[0].read_bytes()
+    if not archive.is_file():
         raise ValueError(f"--data {data}: neither {file_name}, data/{file_name} nor data.zip is there")
     try:
-        text = raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = raw.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"{name}:{line}: wrong encoding: not UTF-8 ({error.reason})") from error
-    # Not splitlines: a context may hold other characters that it takes for line ends.
-    for number, line in enumerate(io.StringIO(text, newline="\n"), start=1):
-        if line.strip():
-            yield f"{name}:{number}", line
+        with zipfile.ZipFile(archive) as opened:
+            inside = [entry for entry in opened.namelist() if Path(entry).name == file_name]
+            if not inside:
+                raise ValueError(f"{archive}: no {file_name} in the archive")
+            return f"{archive}/{inside[0]}", opened.read(inside[0])
+    except zipfile.BadZipFile as error:
+        raise ValueError(f"{archive}: no zip file, or damaged ({error})") from error
 
 
 def _download() -> str:
@@ -332,19 +307,14 @@ def make_requests(
     Raises:
         ValueError: max_length or limit too small.
     """
-    if limit is not None and limit < 1:
-        raise ValueError(f"--limit must be at least 1 sample, got {limit}")
+    check_limit(limit)
     name = task.removesuffix("_e")
     chat = bool(tokenizer.chat_template) and name not in NO_CHAT_TEMPLATE
     requests = []
     for index, sample in enumerate(samples[:limit]):
         filled = PROMPTS[name].format(context=sample["context"], input=sample["input"])
-        text = truncate(tokenizer, filled, max_length)
-        place = _question_at(text, PROMPTS[name].split("{context}")[1].format(input=sample["input"]))
-        if chat:
-            question = text[place:]
-            text = as_chat(tokenizer, text)
-            place = question_at(text, question)
+        asked = PROMPTS[name].split("{context}")[1].format(input=sample["input"])
+        text, place = asked_last(tokenizer, truncate(tokenizer, filled, max_length), asked, chat)
         requests.append(
             Request(
                 key=str(index),
@@ -357,16 +327,6 @@ def make_requests(
             )
         )
     return requests
-
-
-def _question_at(text: str, asked: str) -> int:
-    """Where in a truncated prompt begins what its template has behind the context.
-
-    What truncation has cut, or the tokenizer writes in another way, counts as that long, and as half of the prompt at
-    most, which is what truncation leaves of its end.
-    """
-    place = text.rfind(asked)
-    return place if place > 0 else max(len(text) - len(asked), len(text) // 2)
 
 
 def score(task: str, rows: Sequence[dict[str, Any]]) -> float | dict[str, float | None]:
@@ -460,7 +420,7 @@ class LongBench(Benchmark):
             f"Sets: {', '.join(GROUPS['all'])}",
         )
         parser.add_argument("--max-length", type=int, default=31500, help="tokens of a prompt (default: 31500)")
-        parser.add_argument("--limit", type=int, help="only the first LIMIT samples of each set")
+        add_limit(parser)
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__(options)

@@ -12,7 +12,11 @@ EVALUATIONS = {
     "longbench": ("longbench", "LongBench v1 and LongBench-E"),
     "ruler": ("ruler", "RULER: 13 synthetic tasks at any length"),
     "needle": ("needle", "a needle in a haystack, by length and depth"),
+    "infinitebench": ("infinitebench", "InfiniteBench: books and hidden numbers at 32K to 128K"),
+    "leval": ("leval", "L-Eval: exams, questions and summaries of long documents"),
+    "needlebench": ("needlebench", "NeedleBench v1: one needle, several, and what follows from them"),
     # Measurements.
+    "pg19": ("pg19", "perplexity of whole books, strided and streamed"),
     "passkey": ("passkey", "pass-key retrieval, by length and depth"),
     "perplexity": ("perplexity", "perplexity and bits per byte on held-out text, whole or streamed"),
     "trade_off": ("trade_off", "quality against kept bytes, every eviction method"),

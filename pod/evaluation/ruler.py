@@ -3,6 +3,7 @@
     python eval/ruler.py --ckpt exports/llama3-32k --haystack essays.txt --lengths 4096 8192 16384 32768
     python eval/ruler.py --ckpt exports/tiny --tasks niah_single_1 --lengths 1024 2048 --samples 20
     python eval/ruler.py --ckpt exports/dense exports/tiny --tasks vt --eviction snapkv:budget=256+cake:budget=256
+    python eval/ruler.py --ckpt exports/llama3-32k --prepared RULER/benchmark_root/llama3/synthetic/32768/data
     torchrun --nproc-per-node 8 eval/ruler.py --ckpt exports/llama3-32k --tasks vt cwe fwe --lengths 131072
 
 Predictions are written to --out as they come; the same command goes on where a killed run stopped. When all are there,
@@ -15,6 +16,10 @@ HotpotQA (distractor setting). A model that knows no English question, as the de
 Eight needle tasks, variable tracking, common words, frequent words; and question answering over many documents when the
 files of SQuAD 2.0 and HotpotQA are given.
 
+--prepared takes the files that the authors' scripts wrote, TASK/validation.jsonl, as they are: their chat template is
+in them, so none is put around them, and no second begin-of-text token before them. Otherwise samples are made here,
+with words of wonderwords, as the authors have it, where that is installed (extra `eval`), else of a smaller list.
+
 A prompt is filled up to its length in whole words: the last line of the haystack is usually cut short, where the
 authors' scripts leave up to one whole line empty. Prompts of 1K tokens are then within 2 % too.
 
@@ -24,7 +29,7 @@ knows no English question (`phrase`). Such scores are not the benchmark's, and w
 
 import argparse
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 from hashlib import sha256
 from pathlib import Path
@@ -33,15 +38,19 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from pod.evaluation import metrics, report
-from pod.evaluation.benchmark import Benchmark, Row, Score, command
+from pod.evaluation.benchmark import Benchmark, Row, Score, add_limit, check_limit, command
 from pod.evaluation.command import add_numbers
-from pod.evaluation.haystack import Haystack
+from pod.evaluation.haystack import Haystack, fit
+from pod.evaluation.lines import Fields, check_fields, read_lines
 from pod.evaluation.passkey import PHRASES
 from pod.evaluation.questions import Questions, read_hotpotqa, read_squad
-from pod.evaluation.ruler_tasks import TASKS, Made, Setting
+from pod.evaluation.ruler_tasks import REVISION, TASKS, VERBS, Made, Setting
 from pod.evaluation.runner import Request, as_chat, question_at, tokenise
 from pod.evaluation.texts import read_text
 
+PREPARED: Fields = {"input": (str,), "outputs": (list,), "length": (int,)}
+# How the question of a prepared prompt begins; that of other tasks with `Question:`.
+_ASKED_BY = {"niah": "\nWhat ", "qa": "\n\nAnswer the question based on the given documents."}
 _PHRASE_NEW_TOKENS = 48  # a phrase is answered by the value at once; a uuid takes 36 bytes
 
 
@@ -143,33 +152,39 @@ def make_requests(
     return requests
 
 
-def fit(make: Callable[[int], tuple[int, Any]], room: int) -> tuple[int, Any]:
-    """The largest size whose tokens are at most `room`, or one within half a percent of it.
+def read_prepared(folder: Path, task: str) -> list[dict[str, Any]]:
+    """The lines of `TASK/validation.jsonl`, as the authors' scripts write them.
 
-    Args:
-        make: size -> (tokens, made); tokens grow about evenly with the size.
-        room: tokens.
-
-    Returns:
-        (tokens, made); those of size 0 where even that has too many.
+    Raises:
+        ValueError: the file is missing or not as the format says, with file, line and field.
     """
-    low, best = 0, make(0)
-    base = best[0]
-    high, size, tries = None, max(1, (room - base) // 4), 0
-    while best[0] <= room and best[0] < 0.995 * room and (high is None or high - low > 1):
-        tokens, made = make(size)
-        if tokens <= room:
-            low, best = size, (tokens, made)
-        else:
-            high = size
-        # Where the straight line through size 0 and this one reaches the room; halving when that does not get there.
-        tries += 1
-        size = int(size * (room - base) / max(1, tokens - base))
-        if high is None:
-            size = min(max(size, low + 1), 8 * low + 8)
-        elif not low < size < high or tries > 6:
-            size = (low + high) // 2
-    return best
+    lines = read_lines(folder / task / "validation.jsonl", PREPARED, "--prepared")
+    for place, line in lines:
+        # Before 48cbc8b (2025-05-13) there was no such field, and `input` ends in the prefix.
+        check_fields(place, {"answer_prefix": "", **line}, {"answer_prefix": (str,)})
+        if not line["outputs"]:
+            raise ValueError(f"{place}: field 'outputs' is empty")
+    return [line for _, line in lines]
+
+
+def prepared_requests(tokenizer: PreTrainedTokenizerBase, task: str, lines: Sequence[dict[str, Any]]) -> list[Request]:
+    """The prompts of one task's prepared lines, numbered here, as `index` is none."""
+    bos = tokenizer.bos_token
+    requests = []
+    for number, line in enumerate(lines):
+        text = line["input"] + line.get("answer_prefix", "")
+        place = text.rfind(_ASKED_BY.get(task.partition("_")[0], "\nQuestion:"))
+        requests.append(
+            Request(
+                key=str(number),
+                text=text,
+                max_new_tokens=TASKS[task].max_new_tokens,
+                special_tokens=not (bos and text.startswith(bos)),
+                question_at=place if place > 0 else None,
+                record={"answers": line["outputs"], "tokens": line["length"]},
+            )
+        )
+    return requests
 
 
 def score(task: str, rows: Sequence[dict[str, Any]]) -> float:
@@ -204,11 +219,19 @@ class Ruler(Benchmark):
         parser.add_argument("--haystack", type=Path, help="a UTF-8 file with any long text")
         parser.add_argument("--squad", type=Path, help="SQuAD 2.0's dev-v2.0.json, for qa_1")
         parser.add_argument("--hotpotqa", type=Path, help="HotpotQA's hotpot_dev_distractor_v1.json, for qa_2")
+        parser.add_argument("--prepared", type=Path, help="a folder of the authors' TASK/validation.jsonl")
+        add_limit(parser)
         parser.add_argument("--seed", type=int, default=0, help="of everything random (default: 0)")
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__(options)
+        self.limit = getattr(options, "limit", None)
+        check_limit(self.limit)
         self.lengths = list(dict.fromkeys(options.lengths))
+        self.prepared: dict[str, list[dict[str, Any]]] = {}
+        if getattr(options, "prepared", None) is not None:
+            self._read_prepared(options)
+            return
         files = {"haystack": options.haystack, "squad": options.squad, "hotpotqa": options.hotpotqa}
         given = {name for name, path in files.items() if path is not None}
         self.tasks = resolve_tasks(options.tasks, given, options.phrase)
@@ -217,13 +240,32 @@ class Ruler(Benchmark):
         self.sources = {need: read[need](files[need]) for need in {TASKS[task].needs for task in self.tasks} - {None}}
         self.settings = {name: sha256(files[name].read_bytes()).hexdigest() for name in sorted(self.sources)}
         self.settings |= {"seed": options.seed} | ({} if options.phrase is None else {"phrase": options.phrase})
+        self.settings |= {"revision": REVISION} | ({"words": "wonderwords"} if VERBS else {})
         self.title = f"RULER, {options.samples} samples each"
         if options.phrase is not None:
             stated, asked = (part.strip() for part in PHRASES[options.phrase])
             self.title += f", not in its own words: stated as `{stated}`, asked for as `{asked}`"
         self.title += "."
 
+    def _read_prepared(self, options: argparse.Namespace) -> None:
+        """Take tasks, lengths and samples from the authors' files."""
+        if options.phrase is not None:
+            raise ValueError("--phrase words samples that are made here, not those of --prepared")
+        there = [name for name in TASKS if (options.prepared / name / "validation.jsonl").is_file()]
+        self.tasks = resolve_tasks(options.tasks or there, {"haystack", "squad", "hotpotqa"})
+        if not self.tasks:
+            raise ValueError(f"--prepared {options.prepared}: no TASK/validation.jsonl is there ({', '.join(TASKS)})")
+        self.prepared = {task: read_prepared(options.prepared, task)[: self.limit] for task in self.tasks}
+        self.lengths = [max(line["length"] for lines in self.prepared.values() for line in lines)]
+        self.settings = {"prepared": sha256(repr(self.prepared).encode()).hexdigest()}
+        self.title = "RULER, prepared by its authors' scripts."
+
     def prompts(self, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, list[Request]]]:
+        if self.prepared:
+            (length,) = self.lengths
+            return [
+                (f"{task}-{length}", prepared_requests(tokenizer, task, lines)) for task, lines in self.prepared.items()
+            ]
         # All at once: a task that does not fit into one of the lengths is refused before the work.
         return [
             (
@@ -236,7 +278,7 @@ class Ruler(Benchmark):
                     seed=self.options.seed,
                     source=self.sources.get(TASKS[task].needs),
                     phrase=self.options.phrase,
-                ),
+                )[: self.limit],
             )
             for length in self.lengths
             for task in self.tasks
@@ -263,8 +305,13 @@ class Ruler(Benchmark):
         for name, row in [*rows.items(), *([("average", averages)] if len(rows) > 1 else [])]:
             lines.append(f"| {name} | {' | '.join(f'{value:.2f}' for value in row.values())} |")
         table = "\n".join(lines)
-        result = {"samples": self.options.samples, "seed": self.options.seed, "scores": rows, "averages": averages}
+        made = {"samples": self.options.samples, "seed": self.options.seed, "revision": REVISION}
+        if self.prepared:
+            made = {"samples": counts, "prepared": str(self.options.prepared)}
+        result = made | {"scores": rows, "averages": averages}
         report.write_json(folder / "scores.json", result)
+        said = "prepared by the authors' scripts" if self.prepared else f"as of NVIDIA/RULER at {REVISION}"
+        table += f"\n\nPrompts {said}."
         report.write(folder / "scores.md", table + "\n")
         report.save_heat_map(
             folder / "scores.png",

@@ -1,6 +1,6 @@
 """RULER's 13 tasks (Hsieh et al. 2024): how a prompt of each is made at any size.
 
-The wording of the prompts is the benchmark's (Apache-2.0), byte for byte, its misspelling in `_TRACKING_PREFIX` too;
+The wording of the prompts is the benchmark's (Apache-2.0), byte for byte as of `REVISION`;
 the words and texts are drawn here, so single samples differ from the authors'.
 """
 
@@ -13,10 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pod.evaluation.haystack import ADJECTIVES, NOISE, NOUNS, Haystack, insert, noise
+from pod.evaluation.haystack import NOISE, Haystack, insert, noise, word_lists
 from pod.evaluation.passkey import DIGITS, PHRASES
 from pod.evaluation.questions import Questions
 
+REVISION = "c3f5e3b"  # of NVIDIA/RULER; variable tracking is spelt right since 4a216f4
+ADJECTIVES, NOUNS, VERBS = word_lists()
 _NIAH = (
     "{some} special magic {kind} {be} hidden within the following text. Make sure to memorize it. I will quiz you "
     "about the {kind} afterwards.\n{context}\n"
@@ -29,7 +31,7 @@ _TRACKING = (
     "Question: Find all variables that are assigned the value {query} in the text above."
 )
 _TRACKING_PREFIX = (
-    " Answer: According to the chain(s) of variable assignment in the text above, {count} variables are assgined the "
+    " Answer: According to the chain(s) of variable assignment in the text above, {count} variables are assigned the "
     "value {query}, they are: "
 )
 _COMMON = (
@@ -247,7 +249,7 @@ def _common_words(draw: random.Random, size: int, setting: Setting) -> Made:
 
 def _distinct_words(draw: random.Random, count: int) -> list[str]:
     """Different words; the first ones do not depend on how many are wanted. Where words run out, compounds follow."""
-    words = sorted({*ADJECTIVES, *NOUNS})
+    words = sorted({*ADJECTIVES, *NOUNS, *VERBS})
     draw = random.Random(draw.getrandbits(64))
     draw.shuffle(words)
     seen = set(words)

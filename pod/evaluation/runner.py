@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -219,12 +220,47 @@ def predict_each(
     }
 
 
-def as_chat(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-    """The text as a user's turn, up to where the answer begins; as it is where the tokenizer has no chat template."""
+def as_chat(tokenizer: PreTrainedTokenizerBase, text: str, system: str = "") -> str:
+    """The text as a user's turn, up to where the answer begins; as it is where the tokenizer has no chat template.
+
+    Args:
+        tokenizer: of the chat template.
+        text: what the user says.
+        system: a system message; where there is no chat template, or one without such, it opens the text.
+    """
     if not tokenizer.chat_template:
-        return text
-    message = [{"role": "user", "content": text}]
-    return tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        return system + text
+    user = {"role": "user", "content": text}
+    options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
+    if not system:
+        return tokenizer.apply_chat_template([user], **options)
+    try:
+        made = tokenizer.apply_chat_template([{"role": "system", "content": system}, user], **options)
+    except TemplateError:  # how templates refuse a role
+        made = ""
+    return made if system.strip() in made else as_chat(tokenizer, system + text)
+
+
+def asked_last(tokenizer: PreTrainedTokenizerBase, text: str, asked: str, chat: bool) -> tuple[str, int | None]:
+    """A prompt that may have been truncated, and where its question begins.
+
+    Args:
+        tokenizer: of the chat template.
+        text: the prompt; what is asked stands at its end. What truncation has cut of that, or the tokenizer writes in
+            another way, counts as that long, and as half of the prompt at most, which is what truncation leaves of its
+            end.
+        asked: what the prompt's template has behind the context.
+        chat: put it into the chat template.
+
+    Returns:
+        The text and `question_at` of a `Request`.
+    """
+    place = text.rfind(asked) if asked else -1
+    place = place if place > 0 else max(len(text) - len(asked), len(text) // 2)
+    if not chat:
+        return text, place
+    wrapped = as_chat(tokenizer, text)
+    return wrapped, question_at(wrapped, text[place:])
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, request: Request) -> list[int]:

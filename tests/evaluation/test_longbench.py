@@ -12,10 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from scripts import ROOT, script
-from tokenizers import Tokenizer, decoders, models
-from tokenizers.processors import TemplateProcessing
-from transformers import PreTrainedTokenizerFast
+from scripts import ROOT, letters_tokenizer, script
 
 import pod
 from pod.evaluation import longbench, runner
@@ -93,21 +90,12 @@ def test_braces_in_a_context_are_text(tokenizer):
     assert request.max_new_tokens == 64 and not request.stop_at_newline
 
 
-def letters() -> PreTrainedTokenizerFast:
-    """Letters, the pair "ab" as one token, and a begin-of-text token that is put before every text."""
-    vocab = {"<s>": 0, "a": 1, "b": 2, "c": 3, "ab": 4}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("a", "b")]))
-    tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
-
-
 def ids_of(tokenizer, text: str) -> list[int]:
     return runner.encode(tokenizer, Request("0", text, 1))
 
 
 def test_truncation_where_decoding_and_encoding_changes_the_length():
-    tokenizer = letters()
+    tokenizer = letters_tokenizer()
     text = "caa" + "c" * 10 + "bbc"
     ids = tokenizer(text)["input_ids"]
     assert ids == [0, 3, 1, 1, *[3] * 10, 2, 2, 3]

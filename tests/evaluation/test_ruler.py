@@ -9,11 +9,11 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from scripts import script
+from scripts import letters_tokenizer, script
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from pod.evaluation import questions, ruler, ruler_tasks
+from pod.evaluation import questions, ruler, ruler_tasks, runner
 from pod.evaluation.haystack import Haystack
 from pod.evaluation.ruler_tasks import TASKS
 
@@ -118,7 +118,7 @@ def test_the_wording_of_one_and_of_several_needles(words):
 
 
 def test_every_template_is_the_benchmarks(words):
-    """Byte for byte, as in its scripts/data/synthetic/constants.py, with its spelling (`assgined`) and its blanks."""
+    """Byte for byte, as in its scripts/data/synthetic/constants.py, with its blanks."""
     assert ruler_tasks._NIAH.replace("{some}", "Some").replace("{be_all}", "are all").replace("{be}", "are") == (
         "Some special magic {kind} are hidden within the following text. Make sure to memorize it. I will quiz you "
         "about the {kind} afterwards.\n{context}\nWhat are all the special magic {kind} for {query} mentioned in the "
@@ -133,7 +133,7 @@ def test_every_template_is_the_benchmarks(words):
         "Find all variables that are assigned the value {query} in the text above."
     )
     assert ruler_tasks._TRACKING_PREFIX == (
-        " Answer: According to the chain(s) of variable assignment in the text above, {count} variables are assgined "
+        " Answer: According to the chain(s) of variable assignment in the text above, {count} variables are assigned "
         "the value {query}, they are: "
     )
     assert ruler_tasks._COMMON == (
@@ -155,7 +155,7 @@ def test_every_template_is_the_benchmarks(words):
         "Only give me the answer and do not output any other words.\n\nQuestion: {query}"
     )
     (request,) = make(words, "vt", 1024)
-    assert request.text.count(" variables are assgined the value ") == 2, "in the solved example too"
+    assert request.text.count(" variables are assigned the value ") == 2, "in the solved example too"
 
 
 @pytest.mark.parametrize("task", [name for name, task in TASKS.items() if task.has_phrases])
@@ -435,3 +435,85 @@ def test_several_models_and_methods_in_one_table(ckpt, tmp_path, capsys, monkeyp
     assert caption in capsys.readouterr().out
     assert command.main(["--ckpt", str(ckpt), f"{ckpt}/", *arguments[3:]]) == 2
     assert "two models of one name" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------- files of the authors' scripts
+
+
+def prepared(folder, task, *lines):
+    (folder / task).mkdir(parents=True, exist_ok=True)
+    text = "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+    (folder / task / "validation.jsonl").write_text(text)
+
+
+LINE = {
+    "index": 7,  # of the first value's character: the same in two lines
+    "input": "A special magic number is hidden within the following text.\nWhat is the special magic number for a-b?",
+    "outputs": ["1234567"],
+    "length": 400,
+    "length_w_model_temp": 410,
+    "answer_prefix": " The special magic number for a-b mentioned in the provided text is",
+    "token_position_answer": 3,
+}
+
+
+def test_prepared_prompts_are_taken_as_they_are(words, tokenizer):
+    old = {name: value for name, value in LINE.items() if name != "answer_prefix"}
+    first, second = ruler.prepared_requests(tokenizer, "niah_single_1", [LINE, old])
+    assert first.text == LINE["input"] + LINE["answer_prefix"] and second.text == LINE["input"]
+    assert (first.key, second.key) == ("0", "1") and first.max_new_tokens == 128
+    assert first.record == {"answers": ["1234567"], "tokens": 400}
+    assert first.text[first.question_at :].startswith("\nWhat is the special")
+    # No second begin-of-text token, and no second chat template.
+    words = letters_tokenizer()
+    words.chat_template = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+    plain, wrapped = (LINE | {"input": text, "answer_prefix": "b"} for text in ("ca", "<s>ca"))
+    for request in ruler.prepared_requests(words, "vt", [plain, wrapped]):
+        assert runner.encode(words, request) == [0, 3, 4] and request.question_at is None
+
+
+def test_prepared_files_end_to_end(ckpt, tmp_path, capsys):
+    data, out = tmp_path / "data", tmp_path / "out"
+    prepared(data, "niah_single_1", LINE, LINE | {"outputs": ["a-b"]})
+    prepared(data, "fwe", LINE | {"input": "x\nQuestion: y", "outputs": ["a"], "answer_prefix": " A:", "length": 380})
+    arguments = ["--ckpt", str(ckpt), "--prepared", str(data), "--out", str(out)]
+    assert ruler.main([*arguments, "--eviction", "h2o:budget=32,query_aware=false"]) == 0
+    assert "RULER, prepared by its authors' scripts." in (out / "comparison.md").read_text()
+    written = json.loads((out / "scores.json").read_text())
+    assert written["samples"] == {"niah_single_1-400": 2, "fwe-400": 1} and set(written["scores"]["fwe"]) == {"400"}
+    prepared(data, "fwe", LINE)
+    assert ruler.main(arguments) == 2
+    assert "predictions with prepared" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("{", "broken JSON"),
+        ({"outputs": "1"}, "field 'outputs' must be a list of texts"),
+        ({"outputs": []}, "field 'outputs' is empty"),
+        ({"length": "4"}, "field 'length' must be a whole number"),
+        ({"answer_prefix": 3}, "field 'answer_prefix' must be a text"),
+    ],
+)
+def test_wrong_prepared_files_are_named(ckpt, tmp_path, capsys, change, message):
+    prepared(tmp_path, "vt", LINE, change if isinstance(change, str) else LINE | change)
+    with pytest.raises(ValueError, match=rf"vt/validation\.jsonl:2: {message}"):
+        ruler.read_prepared(tmp_path, "vt")
+    with pytest.raises(ValueError, match=r"--prepared: .*cwe/validation.jsonl cannot be read"):
+        ruler.read_prepared(tmp_path, "cwe")
+    assert ruler.main(["--ckpt", str(ckpt), "--prepared", str(tmp_path), "--phrase", "key"]) == 2
+    assert "--phrase words samples that are made here" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert ruler.main(["--ckpt", str(ckpt), "--prepared", str(tmp_path / "empty")]) == 2
+    assert "no TASK/validation.jsonl is there (niah_single_1" in capsys.readouterr().err
+
+
+def test_the_revision_is_named_and_part_of_what_predictions_depend_on(tmp_path, capsys):
+    options = argparse.Namespace(lengths=[512], samples=3, seed=0, phrase=None, tasks=["vt"])
+    options.haystack = options.squad = options.hotpotqa = None
+    made = ruler.Ruler(options)
+    assert made.settings["revision"] == "c3f5e3b"
+    made.write({"vt-512": 50.0}, {"vt-512": 3}, tmp_path)
+    assert json.loads((tmp_path / "scores.json").read_text())["revision"] == "c3f5e3b"
+    assert "\n\nPrompts as of NVIDIA/RULER at c3f5e3b." in capsys.readouterr().out
