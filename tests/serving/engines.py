@@ -1,8 +1,7 @@
-"""What the tests inside vLLM share: tiny random models on disk, and engines in this process."""
+"""What the tests of serving share: tiny random models on disk, and engines in this process."""
 
 import importlib.util
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -72,21 +71,10 @@ def tiny(family: str = "llama", seed: int = 0):
     return model_class(config).eval()
 
 
-@pytest.fixture(scope="session")
-def export(tmp_path_factory) -> Callable[..., Path]:
-    """Writes a PoD model, once for each set of arguments."""
-    made = {}
-
-    def make(family="llama", share="scores", anchors=None, sizes=SIZES["window"]) -> Path:
-        anchors = MIXED if anchors is None else anchors
-        key = (family, share, str(anchors), sizes)
-        if key not in made:
-            made[key] = tmp_path_factory.mktemp("export")
-            model = pod.convert(tiny(family), pod.LayerBlocks(anchors), *sizes, share=share)
-            model.save_pretrained(made[key])
-        return made[key]
-
-    return make
+def saved(folder: Path, family="llama", share="scores", anchors=MIXED, sizes=SIZES["window"]) -> Path:
+    """A PoD model, written to `folder`."""
+    pod.convert(tiny(family), pod.LayerBlocks(anchors), *sizes, share=share).save_pretrained(folder)
+    return folder
 
 
 def prompts(lengths, seed: int = 1) -> list[list[int]]:
@@ -94,11 +82,10 @@ def prompts(lengths, seed: int = 1) -> list[list[int]]:
     return [torch.randint(1, VOCAB, (length,), generator=generator).tolist() for length in lengths]
 
 
-def generated(path: Path, prompt: list[int], count: int, dtype=torch.float32) -> list[int]:
+def generated(model, prompt: list[int], count: int) -> list[int]:
     """The library's own greedy answer."""
-    model = pod.load(path).to(dtype)
     ids = torch.tensor([prompt])
-    return model.generate(ids, max_new_tokens=count, do_sample=False, eos_token_id=-1)[0, len(prompt) :].tolist()
+    return model.generate(ids, max_new_tokens=count, do_sample=False)[0, len(prompt) :].tolist()
 
 
 def engine(path: Path, **options):
@@ -122,9 +109,9 @@ def answers(llm, asked: list[list[int]], count: int = 24, **options) -> list[lis
 
 def assert_as_generate(path: Path, asked: list[list[int]], given: list[list[int]]) -> None:
     """Token for token, or parting where the library's two best logits are less than 1e-4 apart."""
-    model = pod.load(path).float()
+    model = pod.load(path).float().eval()
     for prompt, answer in zip(asked, given, strict=True):
-        wanted = generated(path, prompt, len(answer))
+        wanted = generated(model, prompt, len(answer))
         parts = [place for place, (mine, theirs) in enumerate(zip(answer, wanted, strict=True)) if mine != theirs]
         if parts:
             logits = model(torch.tensor([prompt + wanted[: parts[0]]]), use_cache=False).logits[0, -1]
@@ -144,5 +131,5 @@ def free_blocks(llm) -> int:
 
 
 def stop(llm) -> None:
+    """Give the pool back."""
     llm.llm_engine.engine_core.shutdown()
-    torch.compiler.reset()
