@@ -151,14 +151,14 @@ def test_the_pool_is_the_formula(tmp_path):
 
 
 def test_preempted_requests_are_computed_again(tmp_path):
-    """A pool of 70 blocks, where eight requests would take more than twice as many."""
-    path, asked = saved(tmp_path), prompts((150,) * 8)
+    """A pool of 70 blocks: all eight begin, and each grows to 17 blocks of values alone."""
+    path, asked = saved(tmp_path), prompts((60,) * 8)
     with running(path, num_gpu_blocks_override=70, enable_prefix_caching=False) as llm:
         scheduler, before = core(llm).scheduler, free_blocks(llm)
         preempted = []
         put_back = scheduler._preempt_request
-        scheduler._preempt_request = lambda request, *rest: (preempted.append(request), put_back(request, *rest))[1]
-        assert_as_generate(path, asked, answers(llm, asked, count=60))
+        scheduler._preempt_request = lambda *args, **kwargs: (preempted.append(args[0]), put_back(*args, **kwargs))[1]
+        assert_as_generate(path, asked, answers(llm, asked, count=200))
         assert preempted
         assert free_blocks(llm) == before
 
@@ -185,14 +185,12 @@ def test_aborted_requests_give_their_blocks_back(tmp_path):
 
 
 def test_several_answers_with_log_probabilities(tmp_path):
-    """n > 1, sampled with a seed: what vLLM says of each token is what the library's logits say."""
+    """n > 1, sampled: what vLLM says of each token is what the library's logits say."""
     path, (prompt,) = saved(tmp_path), prompts((120,))
     from vllm import SamplingParams
 
     with running(path) as llm:
-        sampling = SamplingParams(
-            n=3, temperature=1.0, seed=5, max_tokens=12, logprobs=1, detokenize=False, ignore_eos=True
-        )
+        sampling = SamplingParams(n=3, temperature=1.0, max_tokens=12, logprobs=1, detokenize=False, ignore_eos=True)
         (output,) = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
     model = pod.load(path).float().eval()
     assert len({tuple(one.token_ids) for one in output.outputs}) == 3
@@ -207,7 +205,7 @@ REFUSED = {
     "kv_cache_dtype": ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype"),
     "pipeline": ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2: the layers of a block share keys"),
     "hybrid manager": ({"disable_hybrid_kv_cache_manager": True}, "--disable-hybrid-kv-cache-manager: it would keep"),
-    "tensor parallel": ({"tensor_parallel_size": 2}, "--tensor-parallel-size 2: every rank .* that is so for 1$"),
+    "tensor parallel": ({"tensor_parallel_size": 2}, "--tensor-parallel-size 2: every rank .* that is so for 1 "),
     "speculation": (
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}},
         "--speculative-config: PoD models were not tried",
