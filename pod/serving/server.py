@@ -1,6 +1,5 @@
 """transformers' own OpenAI-compatible server (`transformers serve`) with one PoD model in it, one request at a time."""
 
-import transformers
 from transformers import AutoConfig
 
 from pod.cache import PodCache
@@ -20,6 +19,8 @@ def register(
 
     Each of its calls of `generate` gets an empty `PodCache` with these settings.
     """
+    from transformers.cli.serving import model_manager
+
     for causal_lm in FAMILIES.values():
 
         class Served(causal_lm):
@@ -31,7 +32,7 @@ def register(
                 return super().generate(*args, **kwargs)
 
         Served.__name__ = Served.__qualname__ = causal_lm.__name__
-        setattr(transformers, causal_lm.__name__, Served)
+        setattr(model_manager.transformers, causal_lm.__name__, Served)
 
 
 def serve(

@@ -1,4 +1,4 @@
-"""`pod serve` on the loopback interface, asked by urllib and by the `openai` client, against the library's `generate`."""
+"""`pod serve` on the loopback, asked by urllib and by the `openai` client, against the library's `generate`."""
 
 import importlib.util
 import json
@@ -144,7 +144,7 @@ def test_the_cache_is_the_one_that_was_asked_for(option, cache, tmp_path):
     [
         (("--eviction", "snapkv:budget=48,query_aware=false"), "query_aware=false evicts before the question is read"),
         (("--tau", "2"), "tau"),
-        (("--eviction", "snapkv:budget=2"), "budget"),
+        (("--eviction", "snapkv:budget=33,window=32"), "budget"),
     ],
     ids=["query_aware", "tau", "budget"],
 )
