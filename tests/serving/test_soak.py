@@ -63,7 +63,9 @@ def asked(address: str, path: Path, prompt: list[int], count: int, leaves: bool 
         if leaves:
             answer.readline()
             return None
-        return json.loads(answer.read())["choices"][0]["text"]
+        answered = json.loads(answer.read())
+    assert answered["usage"]["completion_tokens"] == count
+    return answered["choices"][0]["text"]
 
 
 def metric(address: str, name: str) -> float:
@@ -86,7 +88,7 @@ def test_under_load_all_answers_are_those_without_load_and_no_block_is_lost(tmp_
     with vllm_serve(path, "--num-gpu-blocks-override", "80") as address:
         alone = [asked(address, path, *one) for one in different]
         assert metric(address, "num_preemptions_total") == 0
-        assert all(len(text.split()) == count for text, (_, count) in zip(alone, different, strict=True))
+        assert len(set(alone)) == DIFFERENT
         order = [(random_.randrange(DIFFERENT), random_.random() < 0.2) for _ in range(REQUESTS)]
         assert sum(leaves for _, leaves in order) > 20
         with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -99,6 +101,6 @@ def test_under_load_all_answers_are_those_without_load_and_no_block_is_lost(tmp_
             time.sleep(0.5)
         assert metric(address, "num_preemptions_total") > 0
         assert metric(address, "kv_cache_usage_perc") == 0
-        # Every block can be had again: a request that takes nearly all of them is answered as before.
+        # Every block can be had again: a request that takes nearly half of them is answered.
         longest = prompts((440,), seed=3)[0]
-        assert len(asked(address, path, longest, 60).split()) == 60
+        asked(address, path, longest, 60)
