@@ -97,14 +97,17 @@ def engine(path: Path, **options):
     return LLM(str(path), **(fields | options))
 
 
-def answers(llm, asked: list[list[int]], count: int = 24, **options) -> list[list[int]]:
+def answered(llm, asked: list[list[int]], count: int = 24) -> list:
+    """vLLM's outputs for prompts of tokens, asked at once, greedy."""
     from vllm import SamplingParams
 
-    sampling = SamplingParams(
-        **({"temperature": 0, "max_tokens": count, "detokenize": False, "ignore_eos": True} | options)
-    )
-    outputs = llm.generate([{"prompt_token_ids": one} for one in asked], sampling, use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs]
+    sampling = SamplingParams(temperature=0, max_tokens=count, detokenize=False, ignore_eos=True)
+    return llm.generate([{"prompt_token_ids": one} for one in asked], sampling, use_tqdm=False)
+
+
+def answers(llm, asked: list[list[int]], count: int = 24) -> list[list[int]]:
+    """The tokens of these."""
+    return [list(output.outputs[0].token_ids) for output in answered(llm, asked, count)]
 
 
 def assert_as_generate(path: Path, asked: list[list[int]], given: list[list[int]]) -> None:
