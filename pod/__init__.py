@@ -11,6 +11,7 @@ prepare.py      python -m pod.prepare: text into prepared samples
 fit.py          python -m pod.fit: training
 export.py       python -m pod.export: a Hugging Face directory
 generate.py     python -m pod.generate: text, speed, cache bytes
+serve.py        python -m pod.serve: OpenAI's protocol, one request at a time
 eval.py         python -m pod.eval NAME: benchmarks and measurements
 model/          the models
 cache/          the one cache
@@ -19,6 +20,7 @@ training/       the LightningModule, its data, strategy, checkpoints
 data/           from text to prepared samples
 recipe/         the recipes and how they are read
 evaluation/     one benchmark a file, and what runs them
+serving/        a plugin for vLLM, and a small server
 """
 
 import importlib
