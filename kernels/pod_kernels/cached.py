@@ -20,11 +20,8 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from pod_kernels.dispatch import runs_triton
-from pod_kernels.segments import HeadOf, LayerSlots, Piece
+from pod_kernels.segments import MAX_LOGITS, HeadOf, LayerSlots, Piece, products
 from pod_kernels.skipping import SkipStats, attend_skipping
-
-# Logits that one chunk of queries may materialise; 2**25 float32 numbers are 128 MiB.
-MAX_LOGITS = 2**25
 
 LOWEST = torch.finfo(torch.float32).min
 Masks = dict[str | tuple[str, int], Tensor]  # masks and indices that all layers of one forward share
@@ -371,15 +368,6 @@ def _gathered(parts: tuple[HeadOf, ...], piece: Piece) -> Tensor:
     if all(other is segments and head == first + index for index, (other, head) in enumerate(parts)):
         return segments.view(piece._replace(head=first, heads=len(parts)))
     return torch.cat([other.view(piece._replace(head=head, heads=1)) for other, head in parts])
-
-
-def products(queries: Tensor, keys: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
-    """[h, B, G, t, D] queries with [h, B, N, D] keys -> [h, B, G, t, N] float32 logits, the keys read in place.
-
-    `out` [h, B, G, t, N or more] takes them in its first columns.
-    """
-    found = (queries.flatten(2, 3) @ keys.transpose(2, 3)).unflatten(2, queries.shape[2:4]).float()
-    return found.mul_(scale) if out is None else torch.mul(found, scale, out=out[..., : keys.shape[2]])
 
 
 def _hidden(positions: Tensor, width: int, held: Tensor | None, masks: Masks, keep: bool) -> Tensor:

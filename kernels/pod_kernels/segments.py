@@ -16,6 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+# Logits that one chunk of queries may materialise; 2**25 float32 numbers are 128 MiB.
+MAX_LOGITS = 2**25
+
 
 def on_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
     """Arrays of integers on a device, in one copy.
@@ -302,6 +305,15 @@ def ring_places(positions: Tensor, sink_size: int, ring_size: int) -> Tensor:
     """The place of each position: those below `sink_size` stand still, the others go round behind them."""
     ring = sink_size + (positions - sink_size).remainder(ring_size)
     return torch.where(positions < sink_size, positions, ring)
+
+
+def products(queries: Tensor, keys: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
+    """[h, B, G, t, D] queries with [h, B, N, D] keys -> [h, B, G, t, N] float32 logits, the keys read in place.
+
+    `out` [h, B, G, t, N or more] takes them in its first columns.
+    """
+    found = (queries.flatten(2, 3) @ keys.transpose(2, 3)).unflatten(2, queries.shape[2:4]).float()
+    return found.mul_(scale) if out is None else torch.mul(found, scale, out=out[..., : keys.shape[2]])
 
 
 HeadOf = tuple[Segments, int]  # segments, and one head in them

@@ -17,10 +17,8 @@ import torch
 from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
 
-from pod.cache.chain_own_keys import OwnRing
-from pod.cache.chain_step import ChainStep, Steps
-from pod.cache.rows import Rows, Step, strides
-from pod.cache.storage import Anchors, Rotary, Storage
+from pod.cache.chain_step import ChainStep, OwnRing, Steps
+from pod.cache.storage import Anchors, Rotary, Rows, Step, Storage, strides
 from pod.eviction import ChainPolicy
 from pod_kernels import Segments
 from pod_kernels.cascade import Cascades, CascadeState

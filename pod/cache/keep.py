@@ -22,9 +22,8 @@ from pod.blocks import Unit
 from pod.eviction import Eviction, Observation, Sharing, Stage
 from pod.eviction.base import runs_of
 from pod_kernels import Segments, attention_weights
-from pod_kernels.cached import MAX_LOGITS
 from pod_kernels.dispatch import runs_triton
-from pod_kernels.segments import Change, Chosen, KeptOnDevice
+from pod_kernels.segments import MAX_LOGITS, Change, Chosen, KeptOnDevice
 
 if TYPE_CHECKING:
     from pod.cache.slots import SlotStorage

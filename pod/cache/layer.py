@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from pod.cache.rows import Step
+from pod.cache.storage import Step
 from pod_kernels import LayerSlots, Quantization, QuantizedSegments, Segments
 from pod_kernels.quantized import dequantized, quantized
 from pod_kernels.segments import Change, repacked

@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from pod.cache.chain import ChainStorage
-from pod.cache.rows import Rows, Step, real_tokens, strides
-from pod.cache.storage import Anchors, Rotary, Storage
+from pod.cache.storage import Anchors, Rotary, Rows, Step, Storage, real_tokens, strides
 
 
 class RowRuns(Storage):

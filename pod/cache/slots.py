@@ -38,8 +38,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from pod.blocks import Unit
 from pod.cache.keep import Decision, Window
 from pod.cache.layer import OWN, VECTORS, Headroom, Layer, Table
-from pod.cache.rows import Rows, Step
-from pod.cache.storage import Anchors, Rotary, Storage, broken_off
+from pod.cache.storage import Anchors, Rotary, Rows, Step, Storage, broken_off
 from pod.eviction import Eviction, Method, ReadSelector
 from pod.eviction.base import runs_of
 from pod_kernels import (

@@ -6,8 +6,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from pod.eviction.base import Eviction, Sharing, check_window
-from pod.eviction.observation import Observation
+from pod.eviction.base import Eviction, Observation, Sharing, check_window
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from pod.eviction.base import Eviction, Sharing
-from pod.eviction.observation import Observation
+from pod.eviction.base import Eviction, Observation, Sharing
 
 
 @dataclass(frozen=True)

@@ -325,7 +325,7 @@ def test_bytes_of_pod_with_snapkv(max_length):
     cache.begin(model.config, torch.empty(1, length, 64), None, model.model.rotary_emb)
     keys = torch.randn(1, 2, length, dim, generator=random)
     queries = torch.randn(1, 4, length, dim, generator=random)
-    import pod.cache.rows as rows
+    import pod.cache.storage as rows
 
     attention, rows.shared_score_attention = rows.shared_score_attention, lambda q, *args, **kwargs: q
     try:
