@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
@@ -23,7 +24,7 @@ from pod.eviction import Eviction, Observation, Sharing, Stage
 from pod.eviction.base import runs_of
 from pod_kernels import Segments, attention_weights
 from pod_kernels.dispatch import runs_triton
-from pod_kernels.segments import MAX_LOGITS, Change, Chosen, KeptOnDevice
+from pod_kernels.segments import MAX_LOGITS, Change, Chosen
 
 if TYPE_CHECKING:
     from pod.cache.slots import SlotStorage
@@ -112,7 +113,6 @@ class Decision:
 
     def __init__(self, config: PreTrainedConfig, method: Eviction, storage: "SlotStorage") -> None:
         self.method, self.storage, self.blocks = method, storage, config.blocks
-        self._on_device = KeptOnDevice()
         self._sums = method.scores_stay == "sum"
         self.last_layer = self.blocks.layout().last_layers
         self.groups = config.num_attention_heads // config.num_key_value_heads
@@ -148,7 +148,7 @@ class Decision:
         """Of a forward's queries [B, H, T, D] at [B, T] those that will be looked at; more are not grouped (copied)."""
         last = q.shape[2] if self._sums else self._window
         queries = q[:, :, -last:].unflatten(1, (len(self.storage.orders[layer]), -1)).transpose(0, 1)
-        anchors, index = self.storage.num_anchors[layer], self.storage.indices[layer]
+        anchors, index = self.storage.num_anchors[layer], self.storage.index(layer, q.device)
         return Window(queries[:anchors] if index is None else queries[index[:anchors]], positions[:, -last:], scale)
 
     def select_rows(self, rows: Tensor) -> None:
@@ -164,7 +164,7 @@ class Decision:
 
     def of_prompt(
         self, layer: int, window: Window, keys: Tensor, positions: Tensor
-    ) -> tuple[list[Chosen], Tensor, list[list[int]]]:
+    ) -> tuple[list[Chosen], Tensor, np.ndarray]:
         """Decide for a prompt that is not stored.
 
         Args:
@@ -174,16 +174,15 @@ class Decision:
             positions: [B, T] of the prompt.
 
         Returns:
-            What is kept of each unit, scores [B, A, T], and budgets [A][B].
+            What is kept of each unit, scores [B, A, T], and budgets [A, B].
         """
         heads, newest = self.storage.orders[layer][: len(keys)], positions[:, -1]
         held = positions[:, None].expand(-1, len(keys), -1)
-        live = [(newest + 1).tolist()] * len(keys)
-        scores, stage = self._stage(layer, heads, live, window, keys, held, newest)
+        live = np.tile((newest + 1).tolist(), (len(keys), 1))
+        stage = self._stage(layer, heads, live, window, keys, held, newest)
         budgets = self._allocated(stage, newest)
-        counts = _counts(self._targets(live, budgets), newest.device)
-        keep = kept(scores, held, self._forced(layer, heads, held, newest), counts)
-        return [Chosen.of(one, positions) for one in keep.unbind(dim=1)], scores, budgets
+        targets = self._targets(live, budgets)
+        return self._chosen(layer, heads, held, newest, stage.scores, targets), stage.scores, budgets
 
     def observe(self, layer: int, window: Window) -> None:
         """Add the chunk's attention to carried scores, and keep its last queries for the decision."""
@@ -204,13 +203,13 @@ class Decision:
         """Score and allocate for the units anchored in a layer; their tokens up to `newest` [B] are in their slots."""
         table, held = self.storage.tables[layer], self.storage.tables[layer].positions()
         carried = table.carried() if self._sums else None
-        table.held = table.live().tolist()
-        scores, stage = self._stage(
+        table.held = np.array(table.live().tolist())
+        stage = self._stage(
             layer, table.heads, table.held, self.windows[layer], self.storage.keys(layer), held, newest, carried
         )
         if not self._sums:
             table.scores = Segments.packed(table.slots.sizes, len(held), 1, dtype=torch.float32, device=held.device)
-            table.add_scores(scores)
+            table.add_scores(stage.scores)
         table.budgets = self._allocated(stage, newest)
         table.targets = self._targets(table.held, table.budgets)
 
@@ -232,27 +231,33 @@ class Decision:
             if not over:
                 continue
             heads, held = tuple(table.heads[index] for index in over), table.positions(over)
-            counts = _counts([table.targets[index] for index in over], held.device)
-            keep = kept(table.carried(over), held, self._forced(anchor, heads, held, newest), counts)
-            chosen = [Chosen.of(keep[:, column], held[:, column]) for column in range(len(over))]
-            counts, budgets = [one.counts for one in chosen], [table.budgets[index] for index in over]
-            sizes = self.storage.headroom.evicted(counts, budgets, length)
+            chosen = self._chosen(anchor, heads, held, newest, table.carried(over), table.targets[over])
+            counts = np.stack([one.counts for one in chosen])
+            sizes = self.storage.headroom.evicted(counts, table.budgets[over], length)
             units = [(anchor, head) for head in heads]
             changes |= zip(units, zip(chosen, sizes, strict=True), strict=True)
         return changes
+
+    def _chosen(
+        self, layer: int, heads: tuple[int, ...], held: Tensor, newest: Tensor, scores: Tensor, targets: np.ndarray
+    ) -> list[Chosen]:
+        """What stays of units anchored in a layer, of the tokens at `held` with `scores`, [B, A, N] both."""
+        counts = torch.tensor(targets, device=held.device).t()
+        keep = kept(scores, held, self._forced(layer, heads, held, newest), counts)
+        return [Chosen.of(*unit) for unit in zip(keep.unbind(dim=1), held.unbind(dim=1), strict=True)]
 
     def _stage(
         self,
         layer: int,
         heads: tuple[int, ...],
-        live: list[list[int]],
+        live: np.ndarray,
         window: Window,
         keys: Tensor,
         held: Tensor,
         newest: Tensor,
         carried: Tensor | None = None,
-    ) -> tuple[Tensor, Stage]:
-        """Scores [B, A, N] by a prefill's queries, and the layer's part in sharing the budget.
+    ) -> Stage:
+        """A layer's part in sharing the budget, with scores [B, A, N] by a prefill's queries.
 
         Args:
             layer, heads, live: see `Stage`.
@@ -280,20 +285,20 @@ class Decision:
 
         scores = self._scored(score)
         candidates = (held >= 0) & ~self._forced(layer, heads, held, newest)
-        return scores, Stage(layer, heads, live, scores, candidates, preferences or None)
+        return Stage(layer, heads, live, scores, candidates, preferences or None)
 
     def _forced(self, layer: int, heads: tuple[int, ...], held: Tensor, newest: Tensor) -> Tensor:
         """[B, A, N] what is always kept: the last tokens, and sinks of units of several layers."""
-        sinks = self._on_device(tuple(self.sinks[layer, head] for head in heads), held.device)[:, None]
+        sinks = self.storage.on_device(tuple(self.sinks[layer, head] for head in heads), held.device)[:, None]
         runs = [(method.protected(self.groups), rows) for method, rows in self._runs]
         last = runs[0][0]
         if len(runs) > 1:
             each = tuple(protected for protected, rows in runs for _ in range(rows.start, rows.stop))
-            last = self._on_device(each, held.device)[:, None, None]
+            last = self.storage.on_device(each, held.device)[:, None, None]
         return (held >= 0) & ((held < sinks) | (held > newest[:, None, None] - last))
 
-    def _allocated(self, stage: Stage, newest: Tensor) -> list[list[int]]:
-        """Enter the stage; budgets [A][B] of its units, and new targets of those before it."""
+    def _allocated(self, stage: Stage, newest: Tensor) -> np.ndarray:
+        """Enter the stage; budgets [A, B] of its units, and new targets of those before it."""
         for earlier in self._stages:
             earlier.scores = earlier.candidates = None
             earlier.held = self.storage.tables[earlier.layer].held
@@ -305,10 +310,7 @@ class Decision:
             stages = self._stages if len(self._runs) == 1 else [stage.of_rows(rows) for stage in self._stages]
             parts.append(method.allocate(Sharing(self.blocks, always, seen[rows], spared, stages)))
             self._spared += spared
-        budgets = [
-            [[count for line in unit for count in line] for unit in zip(*stage, strict=True)]
-            for stage in zip(*parts, strict=True)
-        ]
+        budgets = [np.concatenate(stage, axis=1) for stage in zip(*parts, strict=True)]
         for earlier, counts in zip(self._stages[:-1], budgets, strict=False):
             earlier.budgets = counts
             table = self.storage.tables[earlier.layer]
@@ -317,12 +319,9 @@ class Decision:
         stage.budgets = budgets[-1]
         return budgets[-1]
 
-    def _targets(self, held: list[list[int]], budgets: list[list[int]]) -> list[list[int]]:
-        """[A][B] tokens that the prefill leaves: all of a row that is not above the method's threshold."""
-        return [
-            [have if spare else min(have, most) for have, most, spare in zip(*head, self._spared, strict=True)]
-            for head in zip(held, budgets, strict=True)
-        ]
+    def _targets(self, held: np.ndarray, budgets: np.ndarray) -> np.ndarray:
+        """[A, B] tokens that the prefill leaves: all of a row that is not above the method's threshold."""
+        return np.where(self._spared, held, np.minimum(held, budgets))
 
     # ------------------------------------------------------------------ a step
 
@@ -352,8 +351,9 @@ class Decision:
             return
         forced = self._forced(layer, table.heads, held, newest)
         if table.budgets is None:  # the prefill broke off before anything was decided
-            table.budgets = [list(self.storage.rows.budgets or [self.method.budget] * len(held))] * len(table.heads)
-        counts = table.budget_counts()
+            table.budgets = np.full(table.sizes.shape, self.storage.rows.budgets or self.method.budget)
+        each = self.storage.on_device(tuple(table.budgets.reshape(-1).tolist()), held.device)
+        counts = each.view(table.budgets.shape).t()
         if is_settled and self.method.when == 1:
             over = (held >= 0).sum(dim=-1) > counts
             given_up = torch.arange(held.shape[2], device=held.device) == lowest(scores, held, forced)[..., None]
@@ -407,8 +407,3 @@ def lowest(scores: Tensor, positions: Tensor, forced: Tensor) -> Tensor:
     is_lowest = scores == scores.amin(dim=-1, keepdim=True)
     last = torch.iinfo(torch.long).max
     return torch.where(is_lowest & (positions >= 0), positions, last).argmin(dim=-1)
-
-
-def _counts(counts: list[list[int]], device: torch.device) -> Tensor:
-    """[A][B] -> [B, A] int64."""
-    return torch.tensor(counts, device=device).t()

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers.configuration_utils import PreTrainedConfig
 
 from pod.eviction import Method
-from pod_kernels import SkipStats, shared_score_attention
+from pod_kernels import SkipStats
 from pod_kernels.cached import Masks
 
 Anchors = tuple[Tensor | None, Tensor | None]
@@ -23,6 +24,19 @@ Anchors = tuple[Tensor | None, Tensor | None]
 
 Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """A model's rotary embedding: (states, position_ids [1, n]) -> cos and sin [1, n, D] in the states' dtype."""
+
+
+def widened(parts: list[Tensor]) -> list[Tensor]:
+    """Positions [.., n], of other n, with as many -1 behind them that all are as long as the longest."""
+    widest = max(part.shape[-1] for part in parts)
+    return [pad(part, (0, widest - part.shape[-1]), value=-1) for part in parts]
+
+
+def oldest_first(held: Tensor) -> Tensor:
+    """Positions [.., n] in their order, behind them -1 for the empty slots."""
+    last = torch.iinfo(held.dtype).max
+    ordered = held.masked_fill(held < 0, last).sort(dim=-1).values
+    return ordered.masked_fill(ordered == last, -1)
 
 
 @dataclass
@@ -94,13 +108,6 @@ class Step:
         """The same of some rows."""
         parts = {name: getattr(self, name)[rows] for name in ("positions", "before", "seen", "new")}
         return replace(self, **parts, masks={}, read={}, _near={})
-
-    def attend_prompt(
-        self, config: PreTrainedConfig, q: Tensor, k: Tensor, v: Tensor, anchors: tuple, scale: float
-    ) -> Tensor:
-        """Attention of the first forward's tokens among themselves, which no storage changes: as `Storage.attend`."""
-        sizes = {"sink_size": config.sink_size, "recent_size": config.recent_size}
-        return shared_score_attention(q, k, v, *anchors, **sizes, scale=scale, lengths=self.counts)
 
 
 @dataclass
@@ -254,16 +261,20 @@ class Rows:
         self.columns -= removed
 
 
+def left_padded(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """[B] each: the real tokens of rows of mask [B, T] bool, and whether all their padding is on the left."""
+    real = mask.sum(dim=1)
+    column = torch.arange(mask.shape[1], device=mask.device)
+    return real, (mask == (column >= mask.shape[1] - real[:, None])).all(dim=1)
+
+
 def real_tokens(mask: Tensor) -> list[int]:
     """[B] the real tokens of each row of mask [B, T] bool; the host waits once.
 
     Raises:
         ValueError: there is padding other than on the left; names the row.
     """
-    real = mask.sum(dim=1)
-    column = torch.arange(mask.shape[1], device=mask.device)
-    is_left_padded = (mask == (column >= mask.shape[1] - real[:, None])).all(dim=1)
-    real, is_left_padded = torch.stack([real, is_left_padded.long()]).tolist()
+    real, is_left_padded = torch.stack([part.long() for part in left_padded(mask)]).tolist()
     if not all(is_left_padded):
         raise ValueError(
             f"row {is_left_padded.index(0)} of attention_mask has padding after its first real token. The cache "
@@ -445,7 +456,7 @@ class Storage(ABC):
 
     @abstractmethod
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """What `restore` needs, between two forwards: tensors by name, and what else there is as JSON."""
+        """What `restore` needs, between two forwards: tensors by name, and what `write_cache` takes of facts."""
 
     @abstractmethod
     def restore(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ from functools import lru_cache
 from itertools import groupby
 from typing import ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -181,20 +182,20 @@ class Stage:
     Attributes:
         layer: its index.
         heads: the KV heads anchored there, A of them.
-        held: [A][B] tokens that each holds.
+        held: [A, B] tokens that each holds, on the host.
         scores: [B, A, N] of the layer whose stage it is, in order of position; None for the layers before it.
         candidates: [B, A, N] bool, the tokens that are not always kept; None for the layers before it.
         preference: [B] what `Eviction.preference` said; None for methods without.
-        budgets: [A][B] what `Eviction.allocate` said last; None for the layer whose stage it is.
+        budgets: [A, B] what `Eviction.allocate` said last; None for the layer whose stage it is.
     """
 
     layer: int
     heads: tuple[int, ...]
-    held: list[list[int]]
+    held: np.ndarray
     scores: Tensor | None
     candidates: Tensor | None
     preference: list[float] | None
-    budgets: list[list[int]] | None = None
+    budgets: np.ndarray | None = None
 
     def of_rows(self, rows: slice) -> "Stage":
         """The same of some rows."""
@@ -203,7 +204,7 @@ class Stage:
         return replace(
             self,
             **{name: None if line is None else line[rows] for name, line in lines.items()},
-            **{name: None if heads is None else [head[rows] for head in heads] for name, heads in units.items()},
+            **{name: None if heads is None else heads[:, rows] for name, heads in units.items()},
         )
 
 
@@ -302,17 +303,16 @@ class Eviction(Method):
         """The method defines `preference`."""
         return type(self).preference is not Eviction.preference
 
-    def allocate(self, sharing: Sharing) -> list[list[list[int]]]:
+    def allocate(self, sharing: Sharing) -> list[np.ndarray]:
         """How many tokens each layer and KV head may keep, those always kept included.
 
         Called at every layer that has anchors; what it says about the layers before may only shrink, and the cache
         then evicts from them again.
 
         Returns:
-            [stages][A][B].
+            [A, B] for each stage.
         """
-        rows = len(sharing.seen)
-        return [[[self.budget] * rows for _ in stage.heads] for stage in sharing.stages]
+        return [np.full((len(stage.heads), len(sharing.seen)), self.budget) for stage in sharing.stages]
 
 
 class ReadSelector(Method):
@@ -326,8 +326,8 @@ class ReadSelector(Method):
     page_size: int
     dense_layers: int
 
-    def pages(self, length: int) -> int:
-        """Pages of `length` tokens."""
+    def pages(self, length: int | np.ndarray) -> int | np.ndarray:
+        """Pages of `length` tokens, or of each of several lengths."""
         return -(-length // self.page_size)
 
     @abstractmethod
@@ -435,7 +435,7 @@ def check_window(method: Eviction, smallest: int = 1) -> None:
         raise ValueError(f"{name}: kernel_size must be an odd number of tokens, got {method.kernel_size}")
 
 
-def check_choice(method: Eviction, name: str, choices: tuple[str, ...]) -> None:
+def check_choice(method: Method, name: str, choices: tuple[str, ...]) -> None:
     """Refuse a value that is none of the choices.
 
     Raises:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 from torch import Tensor
 
 from pod.eviction.base import Eviction, Observation, Sharing
@@ -64,5 +65,5 @@ class Combined(Eviction):
     def preference(self, seen: Observation) -> Tensor:
         return self.allocator.preference(seen)
 
-    def allocate(self, sharing: Sharing) -> list[list[list[int]]]:
+    def allocate(self, sharing: Sharing) -> list[np.ndarray]:
         return self.allocator.allocate(sharing)

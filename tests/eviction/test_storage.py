@@ -325,14 +325,14 @@ def test_bytes_of_pod_with_snapkv(max_length):
     cache.begin(model.config, torch.empty(1, length, 64), None, model.model.rotary_emb)
     keys = torch.randn(1, 2, length, dim, generator=random)
     queries = torch.randn(1, 4, length, dim, generator=random)
-    import pod.cache.storage as rows
+    import pod.cache.slots as slots
 
-    attention, rows.shared_score_attention = rows.shared_score_attention, lambda q, *args, **kwargs: q
+    attention, slots.shared_score_attention = slots.shared_score_attention, lambda q, *args, **kwargs: q
     try:
         for layer in range(10):
             cache.attend(layer, queries, keys, keys, queries, keys, dim**-0.5)
     finally:
-        rows.shared_score_attention = attention
+        slots.shared_score_attention = attention
     cache.finish()
     assert all((cache.positions(layer) >= 0).sum(dim=-1).eq(length // 8).all() for layer in range(10))
     dense = 10 * 2 * 2 * length * dim * 4
