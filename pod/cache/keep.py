@@ -10,7 +10,7 @@ Legend: B rows, A units anchored in a layer, G query heads per KV head, T querie
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -46,9 +46,27 @@ class Window:
         """The queries of some rows."""
         return Window(self.queries[:, rows], self.positions[rows], self.scale)
 
-    def on(self, keys: Tensor, held: Tensor, newest: Tensor) -> Observation:
-        """What they attend to among keys [A, B, N, D] at `held` [B, A, N], in order of position up to `newest` [B]."""
-        return Seen(self.queries, self.positions, keys, held, newest, self.scale)
+    def on(self, stored: "Stored", held: Tensor, newest: Tensor) -> Observation:
+        """What they attend to among what is stored at `held` [B, A, N], in order of position up to `newest` [B]."""
+        return Seen(self.queries, self.positions, stored, held, newest, self.scale)
+
+
+@dataclass
+class Stored:
+    """Keys and values [A, B, N, D] of the units anchored in a layer; the values are fetched when they are asked for."""
+
+    keys: Tensor
+    fetch_values: Callable[[], Tensor]
+    rows: slice = field(default_factory=lambda: slice(None))
+
+    def of_rows(self, rows: slice) -> "Stored":
+        """The same of some rows."""
+        return Stored(self.keys, self.fetch_values, rows)
+
+    def __call__(self, name: str) -> Tensor:
+        """As `Observation.stored`."""
+        states = self.keys if name == "keys" else self.fetch_values()
+        return states[:, self.rows].transpose(0, 1)
 
 
 class Seen(Observation):
@@ -56,14 +74,21 @@ class Seen(Observation):
 
     Args:
         queries, query_positions: [A, B, G, q, D] and [B, q].
-        keys, positions: [A, B, N, D] and [B, A, N], in order of position.
+        stored, positions: keys and values, and [B, A, N], in order of position.
         newest: [B].
         scale: factor on every logit.
     """
 
     def __init__(
-        self, queries: Tensor, query_positions: Tensor, keys: Tensor, positions: Tensor, newest: Tensor, scale: float
+        self,
+        queries: Tensor,
+        query_positions: Tensor,
+        stored: Stored,
+        positions: Tensor,
+        newest: Tensor,
+        scale: float,
     ) -> None:
+        keys, self.stored = stored.keys[:, stored.rows], stored
         self._given = queries, keys, positions.transpose(0, 1), query_positions, scale
         self.positions, self.newest = positions, newest
         self.in_order, self.decoding = True, False
@@ -163,14 +188,14 @@ class Decision:
     # ------------------------------------------------------------------ a prefill
 
     def of_prompt(
-        self, layer: int, window: Window, keys: Tensor, positions: Tensor
+        self, layer: int, window: Window, keys: Tensor, values: Tensor, positions: Tensor
     ) -> tuple[list[Chosen], Tensor, np.ndarray]:
         """Decide for a prompt that is not stored.
 
         Args:
             layer: its index.
             window: of its queries, all that will be looked at.
-            keys: [A, B, T, D] of its anchor heads.
+            keys, values: [A, B, T, D] of its anchor heads.
             positions: [B, T] of the prompt.
 
         Returns:
@@ -179,7 +204,7 @@ class Decision:
         heads, newest = self.storage.orders[layer][: len(keys)], positions[:, -1]
         held = positions[:, None].expand(-1, len(keys), -1)
         live = np.tile((newest + 1).tolist(), (len(keys), 1))
-        stage = self._stage(layer, heads, live, window, keys, held, newest)
+        stage = self._stage(layer, heads, live, window, Stored(keys, lambda: values), held, newest)
         budgets = self._allocated(stage, newest)
         targets = self._targets(live, budgets)
         return self._chosen(layer, heads, held, newest, stage.scores, targets), stage.scores, budgets
@@ -188,7 +213,7 @@ class Decision:
         """Add the chunk's attention to carried scores, and keep its last queries for the decision."""
         table = self.storage.tables[layer]
         if self._sums:
-            sees = self.storage.keys(layer), table.positions(), window.positions[:, -1]
+            sees = self._stored(layer), table.positions(), window.positions[:, -1]
             table.add_scores(self._scored(lambda method, rows: _summed(method, *_of_rows(rows, window, *sees))))
         if layer in self.windows:
             before = self.windows[layer]
@@ -205,13 +230,17 @@ class Decision:
         carried = table.carried() if self._sums else None
         table.held = np.array(table.live().tolist())
         stage = self._stage(
-            layer, table.heads, table.held, self.windows[layer], self.storage.keys(layer), held, newest, carried
+            layer, table.heads, table.held, self.windows[layer], self._stored(layer), held, newest, carried
         )
         if not self._sums:
             table.scores = Segments.packed(table.slots.sizes, len(held), 1, dtype=torch.float32, device=held.device)
             table.add_scores(stage.scores)
         table.budgets = self._allocated(stage, newest)
         table.targets = self._targets(table.held, table.budgets)
+
+    def _stored(self, layer: int) -> Stored:
+        keys = self.storage.keys(layer)
+        return Stored(keys, lambda: self.storage.values(layer)[:, :, : keys.shape[2]])
 
     def excess(self, layer: int, newest: Tensor, length: int) -> dict[Unit, Change]:
         """What is to stay of units whose last layer is at most `layer` and which hold more than they may.
@@ -252,7 +281,7 @@ class Decision:
         heads: tuple[int, ...],
         live: np.ndarray,
         window: Window,
-        keys: Tensor,
+        stored: Stored,
         held: Tensor,
         newest: Tensor,
         carried: Tensor | None = None,
@@ -262,14 +291,14 @@ class Decision:
         Args:
             layer, heads, live: see `Stage`.
             window: the queries.
-            keys, held: [A, B, N, D] and [B, A, N], in order of position.
+            stored, held: of the tokens, and [B, A, N], in order of position.
             newest: [B].
             carried: scores that earlier queries, and these, have added up to.
         """
         preferences = []
 
         def score(method: Eviction, rows: slice) -> Tensor:
-            mine, *sees = _of_rows(rows, window, keys, held, newest)
+            mine, *sees = _of_rows(rows, window, stored, held, newest)
             seen = None
             if self._sums:
                 scores = carried[rows] if carried is not None else _summed(method, mine, *sees)
@@ -339,7 +368,9 @@ class Decision:
         held, weights = table.positions(), weights.transpose(0, 1)
 
         def score(method: Eviction, rows: slice) -> Tensor:
-            return method.score(Observation(weights[rows], held[rows], newest[rows], in_order=False, decoding=True))
+            stored = self._stored(layer).of_rows(rows)
+            seen = Observation(weights[rows], held[rows], newest[rows], False, decoding=True, stored=stored)
+            return method.score(seen)
 
         scores = self._scored(score)
         if self._sums:
@@ -362,20 +393,20 @@ class Decision:
             table.evicted = (~kept(scores, held, forced, counts) & (held >= 0)).transpose(0, 1)
 
 
-def _of_rows(rows: slice, window: Window, keys: Tensor, held: Tensor, newest: Tensor) -> tuple:
-    """Of a window, and of keys [A, B, N, D], `held` [B, A, N] and `newest` [B] that it is looked at with, some rows."""
-    return window.of_rows(rows), keys[:, rows], held[rows], newest[rows]
+def _of_rows(rows: slice, window: Window, stored: Stored, held: Tensor, newest: Tensor) -> tuple:
+    """Of a window, and of what is stored, `held` [B, A, N] and `newest` [B] that it is looked at with, some rows."""
+    return window.of_rows(rows), stored.of_rows(rows), held[rows], newest[rows]
 
 
-def _summed(method: Eviction, window: Window, keys: Tensor, held: Tensor, newest: Tensor) -> Tensor:
+def _summed(method: Eviction, window: Window, stored: Stored, held: Tensor, newest: Tensor) -> Tensor:
     """Scores [B, A, N] that add up over queries, a few of these at a time."""
     count = window.positions.shape[1]
-    chunk = max(1, min(count, MAX_LOGITS // max(1, window.queries.shape[:3].numel() * keys.shape[2])))
-    if runs_triton(keys):
+    chunk = max(1, min(count, MAX_LOGITS // max(1, window.queries.shape[:3].numel() * held.shape[2])))
+    if runs_triton(stored.keys):
         chunk = count  # kernels hold a tile of the weights at a time
-    total = torch.zeros(held.shape, dtype=torch.float32, device=keys.device)
+    total = torch.zeros(held.shape, dtype=torch.float32, device=held.device)
     for first in range(0, count, chunk):
-        total += method.score(window.part(slice(first, first + chunk)).on(keys, held, newest))
+        total += method.score(window.part(slice(first, first + chunk)).on(stored, held, newest))
     return total
 
 

@@ -594,6 +594,10 @@ class SlotStorage(Storage):
         """[A, B, N, D] of a layer's anchor heads, in full precision."""
         return dequantized(self.layers[layer].keys).padded(0)
 
+    def values(self, layer: int) -> Tensor:
+        """[A, B, N, D] of a layer's anchor heads, in full precision; N is that of `keys` or more."""
+        return dequantized(self.layers[layer].values).padded(0)[: self.num_anchors[layer]]
+
     def _anchor_keys(self, unit: Unit) -> tuple[Segments, int]:
         """Segments of a block's keys in full precision, and its head in them."""
         keys, place = self.layers[unit[0]].keys, self.layout.places[unit]
@@ -621,7 +625,9 @@ class SlotStorage(Storage):
         step, anchors, units = self.step, self.num_anchors[layer], self.layout.units[layer]
         keys, values = self._ordered(k, layer), self._ordered(v, layer)
         if anchors:
-            chosen, scores, budgets = self.decision.of_prompt(layer, seen, keys[:anchors], step.positions)
+            chosen, scores, budgets = self.decision.of_prompt(
+                layer, seen, keys[:anchors], values[:anchors], step.positions
+            )
             counts = np.stack([one.counts for one in chosen])
             sizes = self.headroom.evicted(counts, budgets, step.length)
             table = self._new_table(layer, sizes, counts, budgets, has_scores=True)

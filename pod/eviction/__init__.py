@@ -1,7 +1,8 @@
 """Eviction methods: which tokens the cache keeps. `pod.PodCache(config, eviction=pod.eviction.SnapKV(budget=4096))`.
 
 base.py                what a method says, three kinds of it, and what it is shown: what the last queries attended to
-snapkv.py, pyramidkv.py, adakv.py, sagekv.py, h2o.py, tova.py, cake.py    one method each, by scores
+snapkv.py, pyramidkv.py, adakv.py, sagekv.py, h2o.py, tova.py, cake.py, chunkkv.py    one method each, by scores
+keys.py                Knorm, KeyDiff, LagKV: scores of what is stored, without queries
 combined.py            one method's scores under another's allocation
 streaming.py, cascade.py    methods that keep tokens by their places
 quest.py               keeps all, and chooses what a step reads
@@ -40,8 +41,10 @@ from pod.eviction.base import (
 )
 from pod.eviction.cake import CAKE
 from pod.eviction.cascade import Cascade
+from pod.eviction.chunkkv import ChunkKV
 from pod.eviction.combined import Combined
 from pod.eviction.h2o import H2O
+from pod.eviction.keys import KeyDiff, Knorm, LagKV
 from pod.eviction.pyramidkv import PyramidKV
 from pod.eviction.quest import Quest
 from pod.eviction.sagekv import SageKV
@@ -57,6 +60,10 @@ METHODS: dict[str, type] = {
     "tova": TOVA,
     "cake": CAKE,
     "sagekv": SageKV,
+    "chunkkv": ChunkKV,
+    "knorm": Knorm,
+    "keydiff": KeyDiff,
+    "lagkv": LagKV,
     "streamingllm": StreamingLLM,
     "lminfinite": LMInfinite,
     "cascade": Cascade,
@@ -254,9 +261,13 @@ __all__ = [
     "Cascade",
     "Chain",
     "ChainPolicy",
+    "ChunkKV",
     "Combined",
     "Eviction",
+    "KeyDiff",
+    "Knorm",
     "LMInfinite",
+    "LagKV",
     "Method",
     "Observation",
     "PyramidKV",

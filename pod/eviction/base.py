@@ -11,7 +11,7 @@ slots, D head dimension.
 import types
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from functools import lru_cache
@@ -98,6 +98,7 @@ class Observation:
         in_order: slots are in order of position (empty ones at either end).
         decoding: one new token, after a prefill.
         asked: [B] int64, how many of the queries are no padding; None where all are.
+        stored: "keys" or "values" -> [B, A, N, D] of the anchor, as they are stored; behind `keys` and `values`.
     """
 
     weights: Tensor
@@ -106,6 +107,17 @@ class Observation:
     in_order: bool
     decoding: bool
     asked: Tensor | None = None
+    stored: Callable[[str], Tensor] | None = None
+
+    @property
+    def keys(self) -> Tensor:
+        """[B, A, N, D] float32, the tokens' keys after RoPE; of an empty slot without meaning."""
+        return self.stored("keys").float()
+
+    @property
+    def values(self) -> Tensor:
+        """[B, A, N, D] float32, likewise; in a block those of its anchor's layer."""
+        return self.stored("values").float()
 
     @property
     def count(self) -> int:
