@@ -170,7 +170,7 @@ def test_generate(method, which):
         cache = pod.PodCache(model.config, eviction=method)
         out = model.generate(ids, past_key_values=cache, **common, **options)
         assert out.shape == (2, 38)
-            limit = 16 + (0 if method.when else 8)
+        limit = 16 + (0 if method.when else 8)
         sizes = [(cache.positions(layer) >= 0).sum(dim=-1) for layer in range(5)]
         assert isinstance(method, CAKE) or torch.stack(sizes).float().mean() <= limit
         if not isinstance(method, CAKE | PyramidKV | AdaKV):  # these give layers or heads different numbers
