@@ -37,18 +37,73 @@ class Window:
     queries: Tensor
     positions: Tensor
     scale: float
+    moments: "Moments | None" = None
 
     def part(self, part: slice) -> "Window":
         """Some of its queries."""
-        return Window(self.queries[..., part, :], self.positions[:, part], self.scale)
+        return Window(self.queries[..., part, :], self.positions[:, part], self.scale, self.moments)
 
-    def of_rows(self, rows: slice) -> "Window":
+    def of_rows(self, rows: slice | Tensor) -> "Window":
         """The queries of some rows."""
-        return Window(self.queries[:, rows], self.positions[rows], self.scale)
+        moments = None if self.moments is None else self.moments.of_rows(rows)
+        return Window(self.queries[:, rows], self.positions[rows], self.scale, moments)
 
     def on(self, stored: "Stored", held: Tensor, newest: Tensor) -> Observation:
         """What they attend to among what is stored at `held` [B, A, N], in order of position up to `newest` [B]."""
-        return Seen(self.queries, self.positions, stored, held, newest, self.scale)
+        return Seen(self.queries, self.positions, stored, held, newest, self.scale, self.moments)
+
+
+@dataclass
+class Moments:
+    """Sums over a prefill's queries before RoPE: count [B], first [A, B, G, D] and second [A, B, G, D, D], float32.
+
+    Attributes:
+        rotary: positions [B, T] -> cos and sin [B, T, D], of the model.
+    """
+
+    count: Tensor
+    first: Tensor
+    second: Tensor
+    rotary: Callable[[Tensor], tuple[Tensor, Tensor]]
+
+    @classmethod
+    def of(cls, queries: Tensor, positions: Tensor, rotary: Callable, start: int) -> "Moments":
+        """Of queries [A, B, G, T, D] after RoPE at [B, T], those from position `start` on."""
+        counts = positions >= start
+        cos, sin = (part.float()[None, :, None] for part in rotary(positions.clamp(min=0)))
+        # Turned back; a rotary that scales (YaRN) has scaled twice then.
+        states = _rotated(queries.float(), cos, -sin) / (cos.square() + sin.square())
+        states = states * counts[None, :, None, :, None]
+        return cls(counts.sum(dim=1), states.sum(dim=3), states.mT @ states, rotary)
+
+    def __add__(self, other: "Moments") -> "Moments":
+        parts = ((getattr(self, name) + getattr(other, name)) for name in ("count", "first", "second"))
+        return Moments(*parts, other.rotary)
+
+    def of_rows(self, rows: slice | Tensor) -> "Moments":
+        """The same of some rows."""
+        return Moments(self.count[rows], self.first[:, rows], self.second[:, rows], self.rotary)
+
+    def expected_logits(self, keys: Tensor, newest: Tensor, future: int, scale: float) -> Tensor:
+        """As `Observation.expected_logits`, of keys [A, B, N, D]: [A, B, G, N]."""
+        count = self.count.clamp(min=1)[None, :, None, None]
+        mean = self.first / count
+        spread = self.second / count[..., None] - mean[..., :, None] * mean[..., None, :]
+        ahead = newest[:, None] + 1 + torch.arange(future, device=newest.device)
+        cos, sin = (part.float().mean(dim=1)[None, :, None] for part in self.rotary(ahead))
+        mean = _rotated(mean, cos, sin)
+        cos, sin = cos[..., None, :], sin[..., None, :]
+        spread = _rotated(_rotated(spread, cos, sin).mT, cos, sin)
+        keys = keys.float()[:, :, None]
+        linear = (keys @ mean[..., None])[..., 0]
+        return linear * scale + ((keys @ spread) * keys).sum(dim=-1) * (scale**2 / 2)
+
+
+def _rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`states` [.., D], turned by cos and sin [.., d] in their first d channels, halves against each other."""
+    turned, rest = states[..., : cos.shape[-1]], states[..., cos.shape[-1] :]
+    low, high = turned.chunk(2, dim=-1)
+    return torch.cat([turned * cos + torch.cat([-high, low], dim=-1) * sin, rest], dim=-1)
 
 
 @dataclass
@@ -77,6 +132,7 @@ class Seen(Observation):
         stored, positions: keys and values, and [B, A, N], in order of position.
         newest: [B].
         scale: factor on every logit.
+        moments: of all the prefill's queries, where the method asks for them.
     """
 
     def __init__(
@@ -87,8 +143,9 @@ class Seen(Observation):
         positions: Tensor,
         newest: Tensor,
         scale: float,
+        moments: Moments | None = None,
     ) -> None:
-        keys, self.stored = stored.keys[:, stored.rows], stored
+        keys, self.stored, self._moments = stored.keys[:, stored.rows], stored, moments
         self._given = queries, keys, positions.transpose(0, 1), query_positions, scale
         self.positions, self.newest = positions, newest
         self.in_order, self.decoding = True, False
@@ -99,6 +156,9 @@ class Seen(Observation):
     @cached_property
     def weights(self) -> Tensor:
         return attention_weights(*self._given).transpose(0, 1)
+
+    def expected_logits(self, future: int) -> Tensor:
+        return self._moments.expected_logits(self._given[1], self.newest, future, self._given[-1]).transpose(0, 1)
 
     @property
     def count(self) -> int:
@@ -171,15 +231,20 @@ class Decision:
 
     def seen(self, layer: int, q: Tensor, positions: Tensor, scale: float) -> Window:
         """Of a forward's queries [B, H, T, D] at [B, T] those that will be looked at; more are not grouped (copied)."""
-        last = q.shape[2] if self._sums else self._window
+        sees_all = self._sums or self.method.moments_from is not None
+        last = q.shape[2] if sees_all else self._window
         queries = q[:, :, -last:].unflatten(1, (len(self.storage.orders[layer]), -1)).transpose(0, 1)
         anchors, index = self.storage.num_anchors[layer], self.storage.index(layer, q.device)
-        return Window(queries[:anchors] if index is None else queries[index[:anchors]], positions[:, -last:], scale)
+        queries = queries[:anchors] if index is None else queries[index[:anchors]]
+        window, moments = self._window, None
+        if (start := self.method.moments_from) is not None:
+            moments = Moments.of(queries, positions, self.storage.rotary, start)
+            queries, positions = queries[..., -window:, :], positions[:, -window:]
+        return Window(queries, positions[:, -last:], scale, moments)
 
     def select_rows(self, rows: Tensor) -> None:
         """Keep the rows `rows` [n] int64, in that order."""
-        for window in self.windows.values():
-            window.queries, window.positions = window.queries[:, rows], window.positions[rows]
+        self.windows = {layer: window.of_rows(rows) for layer, window in self.windows.items()}
 
     @property
     def _window(self) -> int:
@@ -218,7 +283,9 @@ class Decision:
         if layer in self.windows:
             before = self.windows[layer]
             queries = torch.cat([before.queries, window.queries], dim=3)
-            window = Window(queries, torch.cat([before.positions, window.positions], dim=1), window.scale)
+            positions = torch.cat([before.positions, window.positions], dim=1)
+            moments = None if window.moments is None else before.moments + window.moments
+            window = Window(queries, positions, window.scale, moments)
         window = window.part(slice(-self._window, None))
         # Copied: a view would keep the queries of the whole forward.
         window.queries = window.queries.clone()

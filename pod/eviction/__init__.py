@@ -2,6 +2,7 @@
 
 base.py                what a method says, three kinds of it, and what it is shown: what the last queries attended to
 snapkv.py, pyramidkv.py, adakv.py, sagekv.py, h2o.py, tova.py, cake.py, chunkkv.py    one method each, by scores
+expected.py            Expected Attention: scores by the moments of the prompt's queries
 keys.py                Knorm, KeyDiff, LagKV: scores of what is stored, without queries
 combined.py            one method's scores under another's allocation
 streaming.py, cascade.py    methods that keep tokens by their places
@@ -43,6 +44,7 @@ from pod.eviction.cake import CAKE
 from pod.eviction.cascade import Cascade
 from pod.eviction.chunkkv import ChunkKV
 from pod.eviction.combined import Combined
+from pod.eviction.expected import ExpectedAttention
 from pod.eviction.h2o import H2O
 from pod.eviction.keys import KeyDiff, Knorm, LagKV
 from pod.eviction.pyramidkv import PyramidKV
@@ -61,6 +63,7 @@ METHODS: dict[str, type] = {
     "cake": CAKE,
     "sagekv": SageKV,
     "chunkkv": ChunkKV,
+    "expectedattention": ExpectedAttention,
     "knorm": Knorm,
     "keydiff": KeyDiff,
     "lagkv": LagKV,
@@ -264,6 +267,7 @@ __all__ = [
     "ChunkKV",
     "Combined",
     "Eviction",
+    "ExpectedAttention",
     "KeyDiff",
     "Knorm",
     "LMInfinite",

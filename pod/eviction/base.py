@@ -119,6 +119,14 @@ class Observation:
         """[B, A, N, D] float32, likewise; in a block those of its anchor's layer."""
         return self.stored("values").float()
 
+    def expected_logits(self, future: int) -> Tensor:
+        """[B, A, G, N] float32: log of the mean exponential logit of queries at the next `future` positions.
+
+        They are drawn like the prefill's own, of the moments from `Eviction.moments_from` on, and rotated to the mean
+        of these positions. Of a prefill alone.
+        """
+        raise ValueError("the moments of queries are known after a prefill alone")
+
     @property
     def count(self) -> int:
         """q, padding included."""
@@ -289,6 +297,14 @@ class Eviction(Method):
     def observed(self) -> int:
         """How many of a prefill's last queries `score` looks at; all where scores are summed."""
         return 1
+
+    @property
+    def moments_from(self) -> int | None:
+        """The position from which on a prefill's queries are in the moments of `Observation.expected_logits`.
+
+        None where a method does not ask for them.
+        """
+        return None
 
     @property
     def threshold(self) -> int:

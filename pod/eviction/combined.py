@@ -47,6 +47,7 @@ class Combined(Eviction):
 
     observed = property(lambda self: self.scorer.observed)
     has_preference = property(lambda self: self.allocator.has_preference)
+    moments_from = property(lambda self: self.scorer.moments_from)
     threshold = property(lambda self: self.scorer.threshold)
 
     def protected(self, groups: int = 1) -> int:

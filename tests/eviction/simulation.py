@@ -9,7 +9,20 @@ from fractions import Fraction
 
 import numpy as np
 
-from pod.eviction import CAKE, H2O, TOVA, AdaKV, ChunkKV, KeyDiff, Knorm, LagKV, PyramidKV, SageKV, SnapKV
+from pod.eviction import (
+    CAKE,
+    H2O,
+    TOVA,
+    AdaKV,
+    ChunkKV,
+    ExpectedAttention,
+    KeyDiff,
+    Knorm,
+    LagKV,
+    PyramidKV,
+    SageKV,
+    SnapKV,
+)
 
 
 class Ambiguous(Exception):
@@ -55,7 +68,7 @@ class Simulation:
 
     def last(self) -> int:
         """The last tokens that are always kept."""
-        if isinstance(self.method, SnapKV | CAKE):
+        if isinstance(self.method, SnapKV | CAKE | ExpectedAttention):
             return self.method.window
         if isinstance(self.method, H2O):
             half = max(1, self.method.budget // 2)  # the newest token is recent in any case
@@ -128,6 +141,8 @@ class Simulation:
         method, held = self.method, self.held[unit]
         if isinstance(method, Knorm | KeyDiff | LagKV):
             return self.of_keys(unit)
+        if isinstance(method, ExpectedAttention):
+            return self.expected(unit)
         if isinstance(method, ChunkKV):
             return self.chunks(unit, layer_attention)
         if isinstance(method, SnapKV):
@@ -187,6 +202,37 @@ class Simulation:
                 scores[p] = places[number] + sum((total[q], q) < (total[p], p) for q in members) / (size + 1)
         return scores
 
+    def turns(self, positions) -> np.ndarray:
+        """exp(i angle) [.., D / 2] of positions, of RoPE without scaling."""
+        half = self.config.head_dim // 2
+        theta = self.config.rope_parameters["rope_theta"]
+        return np.exp(1j * np.multiply.outer(np.asarray(positions, float), theta ** (-np.arange(half) / half)))
+
+    def expected(self, unit: tuple) -> dict:
+        method, keys, values = self.method, self.held[unit], self.values[unit]
+        given = [(position, group) for position, group in self.queries[unit] if position >= method.sinks]
+        half = self.config.head_dim // 2
+        ahead = self.turns(range(self.seen[unit[0]], self.seen[unit[0]] + method.future)).mean(axis=0)
+        turn = np.block([[np.diag(ahead.real), -np.diag(ahead.imag)], [np.diag(ahead.imag), np.diag(ahead.real)]])
+        others = [p for p in keys if p >= method.sinks]
+        total = dict.fromkeys(keys, 0.0)
+        for member in range(self.groups):
+            states = []
+            for position, group in given:
+                back = (group[member][:half] + 1j * group[member][half:]) * self.turns(position).conj()
+                states.append(np.concatenate([back.real, back.imag]))
+            mean, spread = np.zeros(2 * half), np.zeros((2 * half, 2 * half))
+            if states:
+                mean, spread = np.mean(states, axis=0), np.cov(np.array(states).T, bias=True)
+            mean, spread = turn @ mean, turn @ spread @ turn.T
+            logits = {p: keys[p] @ mean / math.sqrt(2 * half) + keys[p] @ spread @ keys[p] / (4 * half) for p in others}
+            top = max(logits.values(), default=0.0)
+            mass = sum(math.exp(logit - top) for logit in logits.values())
+            for p, logit in logits.items():
+                total[p] += math.exp(logit - top) / mass / self.groups
+        scores = {p: (total[p] + method.epsilon) * math.sqrt(values[p] @ values[p]) for p in keys}
+        return {p: 1e9 if p < method.sinks else score for p, score in scores.items()}
+
     def of_keys(self, unit: tuple) -> dict:
         method, keys, values = self.method, self.held[unit], self.values[unit]
         if isinstance(method, Knorm):
@@ -244,6 +290,7 @@ class Simulation:
                 self.attention(unit, queries[unit])
             return
         attention = {unit: self.attention(unit, queries[unit]) for unit in queries}
+        self.queries = queries
         scores = {unit: self.scores(unit, attention[unit], False, attention) for unit in attention}
         counts = {unit: self.allocator.budget for unit in attention}
         threshold = self.method.budget + (self.method.window if isinstance(self.method, CAKE) else 0)
@@ -270,7 +317,7 @@ class Simulation:
         """One decoded token."""
         queries = self.take()
         attention = {unit: self.attention(unit, queries[unit]) for unit in queries}
-        if isinstance(self.method, SnapKV) or not evict:
+        if isinstance(self.method, SnapKV | ExpectedAttention) or not evict:
             return
         self.steps += 1
         if isinstance(self.method, Knorm | KeyDiff | LagKV) and (

@@ -17,6 +17,7 @@ from pod.eviction import (
     AdaKV,
     ChunkKV,
     Combined,
+    ExpectedAttention,
     KeyDiff,
     Knorm,
     LagKV,
@@ -47,6 +48,8 @@ METHODS = {
 METHODS |= {
     "chunkkv": lambda budget, window: ChunkKV(budget, window=window, kernel_size=3, chunk_size=4),
     "chunkkv-one": lambda budget, window: ChunkKV(budget, window=window, kernel_size=1, chunk_size=1),
+    "expected": lambda budget, window: ExpectedAttention(budget, sinks=2, future=5),
+    "expected-window": lambda budget, window: ExpectedAttention(budget, sinks=0, future=1, epsilon=0.0, window=window),
     "knorm": lambda budget, window: Knorm(budget),
     "knorm-every": lambda budget, window: Knorm(budget, every=window),
     "keydiff": lambda budget, window: KeyDiff(budget),
@@ -67,6 +70,10 @@ COMBINED = {  # scorer, allocator
     "cake-by-pyramidkv": lambda budget, window, **aware: (
         CAKE(budget, window=max(2, window), kernel_size=3, **aware),
         PyramidKV(budget, window=max(2, window), beta=2, **aware),
+    ),
+    "expected-by-adakv": lambda budget, window, **aware: (
+        ExpectedAttention(budget, window=window, future=3, **aware),
+        AdaKV(budget, window=window, **aware),
     ),
     "h2o-by-adakv": lambda budget, window, **aware: (
         H2O(budget, recent=window, **aware),
