@@ -28,6 +28,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 import pod
+from pod.analyze import analyze
 from pod.data.demo_corpus import held_out_text, write_corpus
 from pod.data.prepared import PreparedData
 from pod.evaluation import models, report
@@ -265,7 +266,7 @@ def run(overrides: list[str]) -> Path:
         refuse_other(one)
     plain = write_data(recipe)
     for one in (recipe, dense):
-        fit(one)
+        fit(one, analyze)
         export(output_folder(one), output_folder(one) / "export", dtype="float32", force=True)
     base = recipe.model.base
     context = recipe.data.sequence_length

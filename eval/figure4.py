@@ -27,6 +27,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 import pod
+from pod.analyze import analyze
 from pod.evaluation import command, models, report
 from pod.evaluation.passkey import generate_greedily, passkey_accuracy
 from pod.evaluation.texts import prepared
@@ -127,7 +128,7 @@ def measure(point: Point, overrides: list[str], out: Path, effort: Effort) -> di
     if found is not None:
         return found
     plain = demo.write_data(recipe)
-    fit(recipe)
+    fit(recipe, analyze)
     export(folder, folder / "export", dtype="float32", force=True)
     model, tokenizer = models.load(str(folder / "export"), "cpu", "float32")
     prompts = demo.keys_in_text(tokenizer, effort.samples)

@@ -70,7 +70,9 @@ def __getattr__(name: str):
         raise AttributeError(f"module 'pod' has no attribute {name!r}")
     if _LATER[name].startswith("pod.training"):
         require("train", "lightning", "torchdata", "torchmetrics", what=f"pod.{name}")
-    return getattr(importlib.import_module(_LATER[name]), name)
+        return getattr(importlib.import_module(_LATER[name]), name)
+    found = globals()[name] = getattr(importlib.import_module(_LATER[name]), name)  # not asked for a second time
+    return found
 
 
 def __dir__() -> list[str]:

@@ -34,6 +34,7 @@ def main(arguments: list[str]) -> int:
     from lightning.pytorch.utilities import rank_zero_only
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+    from pod.analyze import analyze  # forwards of the base model, which a plan and a list do without
     from pod.training.run import fit
 
     # Of several processes only the first one speaks.
@@ -41,7 +42,7 @@ def main(arguments: list[str]) -> int:
         recipe = main_recipe(arguments, "pod.fit")
     torch.set_float32_matmul_precision("high")
     try:
-        fit(recipe)
+        fit(recipe, analyze)
     except MisconfigurationException as error:
         raise ValueError(str(error)) from error
     except Stopped as stopped:

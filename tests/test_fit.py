@@ -15,6 +15,7 @@ import sys
 import time
 import zipfile
 from collections import Counter
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +31,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, pipeline
 
 import pod
+from pod.analyze import analyze
 from pod.analyze import main as analyze_main
 from pod.blocks import LayerBlocks
 from pod.data.prepared import PreparedDataset
@@ -39,10 +41,13 @@ from pod.fit import main
 from pod.recipe.loading import load_recipe
 from pod.recipe.schema import RecipeError
 from pod.terminal import NOISE
+from pod.training import run as training_run
 from pod.training.checkpoints import is_whole, last_checkpoint
 from pod.training.data import PodDataModule
 from pod.training.module import PodModule
-from pod.training.run import StepsBar, fit, has_wandb_key, loggers
+from pod.training.run import StepsBar, has_wandb_key, loggers
+
+fit = partial(training_run.fit, analyze=analyze)
 
 ROOT = Path(__file__).parent.parent
 CONFIG = {

@@ -27,6 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import pod
+from pod.analyze import analyze
 from pod.data.prepared import PreparedDataset, collate
 from pod.data.sample_writer import SampleWriter
 from pod.export import consolidated, rebuild
@@ -717,7 +718,7 @@ def test_lightning_and_deepspeed_agree_on_epochs_and_steps(inputs, tmp_path):
     path = recipe_file(tmp_path, inputs, tokens_per_batch=32 * LENGTH, checkpoint_every=1, keep_checkpoints=9)
     pod.LayerBlocks(BLOCKS).save(tmp_path / "blocks.json")
     line = [f"recipe={path}", "model.config=null", f"model.base={inputs / 'kv2'}", "trainer.log_every=1"]
-    fit(load_recipe([*line, f"output={tmp_path / 'plain'}"]))
+    fit(load_recipe([*line, f"output={tmp_path / 'plain'}"]), analyze)
     wanted = {column: logged(tmp_path / "plain", column) for column in ("train_loss", "grad_norm", "val_loss")}
     run = tmp_path / "run"
     for version, devices in enumerate((1, 1, 2)):

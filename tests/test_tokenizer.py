@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,7 +15,10 @@ from pod.analyze import analyze
 from pod.data.sample_writer import SampleWriter
 from pod.export import export
 from pod.recipe.loading import load_recipe
-from pod.training.run import check_data, fit
+from pod.training import run as training_run
+from pod.training.run import check_data
+
+fit = partial(training_run.fit, analyze=analyze)
 
 
 def write(path, tokenizer="bytes", vocab_size=259):

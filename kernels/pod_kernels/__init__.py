@@ -1,7 +1,6 @@
 """Tensor functions of PoD: no transformers, no lightning. A readable reference stands beside every fast version.
 
-problem.py             what shared-score attention is asked, checked once for all its backends
-sequences.py           where the sequences lie in the rows: padding and documents
+problem.py             what shared-score attention is asked, and where the sequences lie in the rows
 reference.py           the eager truth of shared-score attention
 composed.py            the same from torch's flash attention pieces, with an exact backward
 pieces.py              the plan of those pieces: every pair once

@@ -20,11 +20,8 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from pod_kernels.dispatch import runs_triton
-from pod_kernels.segments import HeadOf, LayerSlots, Piece
+from pod_kernels.segments import MAX_LOGITS, HeadOf, LayerSlots, Piece, products
 from pod_kernels.skipping import SkipStats, attend_skipping
-
-# Logits that one chunk of queries may materialise; 2**25 float32 numbers are 128 MiB.
-MAX_LOGITS = 2**25
 
 LOWEST = torch.finfo(torch.float32).min
 Masks = dict[str | tuple[str, int], Tensor]  # masks and indices that all layers of one forward share
@@ -200,8 +197,7 @@ class _Asked:
         if not self.return_weights:
             return None
         batch, heads, count, _ = self.q.shape
-        widest = max((max(head) for head in self.layer.keys.sizes), default=0)
-        shape = self.layer.num_anchors, batch, heads // len(self.layer.order), count, widest
+        shape = self.layer.num_anchors, batch, heads // len(self.layer.order), count, self.layer.keys.widest
         return self.q.new_zeros(shape, dtype=torch.float32)
 
     def results(
@@ -289,7 +285,7 @@ def _attend(asked: _Asked) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor
         q.new_empty(out.shape[:4], dtype=torch.float32) if wanted else None
         for wanted in (asked.return_lse, asked.return_gate)
     )
-    for piece in layer.values.pieces():
+    for piece in layer.values.pieces:
         heads_here, rows = slice(piece.head, piece.head + piece.heads), slice(piece.row, piece.row + piece.rows)
         num_own = min(max(layer.num_anchors - piece.head, 0), piece.heads)  # anchor heads of this piece
         # One query that sees all there is needs no index where its proximal keys lie in the runs of a ring.
@@ -335,15 +331,14 @@ def _plain_attention(q: Tensor, layer: LayerSlots, unused: int, scale: float | N
     """Of one query that sees all slots but the last ones, in a layer of anchors whose logits no other layer reads."""
     batch, _, _, dim = q.shape
     asked = q.view(batch, len(layer.order), -1, dim)  # a KV head's query heads as that many queries
-    if layer.values.is_rectangle:
-        held = (part.rectangle[:, :, : part.rectangle.shape[2] - unused] for part in (layer.keys, layer.values))
-        out = scaled_dot_product_attention(asked, *(part.transpose(0, 1) for part in held), scale=scale)
-        return out.flatten(1, 2)[:, :, None]
-    out = torch.empty_like(asked)
-    for piece in layer.values.pieces():
+    out, pieces = torch.empty_like(asked), layer.values.pieces
+    for piece in pieces:
         here = slice(piece.row, piece.row + piece.rows), slice(piece.head, piece.head + piece.heads)
         held = (part.view(piece)[:, :, : piece.capacity - unused] for part in (layer.keys, layer.values))
-        out[here] = scaled_dot_product_attention(asked[here], *(part.transpose(0, 1) for part in held), scale=scale)
+        found = scaled_dot_product_attention(asked[here], *(part.transpose(0, 1) for part in held), scale=scale)
+        if len(pieces) == 1:
+            return found.flatten(1, 2)[:, :, None]
+        out[here] = found
     return out.flatten(1, 2)[:, :, None]
 
 
@@ -371,15 +366,6 @@ def _gathered(parts: tuple[HeadOf, ...], piece: Piece) -> Tensor:
     if all(other is segments and head == first + index for index, (other, head) in enumerate(parts)):
         return segments.view(piece._replace(head=first, heads=len(parts)))
     return torch.cat([other.view(piece._replace(head=head, heads=1)) for other, head in parts])
-
-
-def products(queries: Tensor, keys: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
-    """[h, B, G, t, D] queries with [h, B, N, D] keys -> [h, B, G, t, N] float32 logits, the keys read in place.
-
-    `out` [h, B, G, t, N or more] takes them in its first columns.
-    """
-    found = (queries.flatten(2, 3) @ keys.transpose(2, 3)).unflatten(2, queries.shape[2:4]).float()
-    return found.mul_(scale) if out is None else torch.mul(found, scale, out=out[..., : keys.shape[2]])
 
 
 def _hidden(positions: Tensor, width: int, held: Tensor | None, masks: Masks, keep: bool) -> Tensor:

@@ -10,8 +10,7 @@ positions, P pages, R positions that are read, D head dimension.
 import torch
 from torch import Tensor
 
-from pod_kernels.cached import products
-from pod_kernels.segments import HeadOf, LayerSlots
+from pod_kernels.segments import HeadOf, LayerSlots, products
 
 
 def refresh_pages(pages: Tensor, keys: Tensor, before: Tensor, after: Tensor, page_size: int, most: int) -> None:

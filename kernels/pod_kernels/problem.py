@@ -1,9 +1,21 @@
-"""What shared-score attention is asked: one description, checked once, that every backend takes."""
+"""What shared-score attention is asked, checked once for all its backends, and where the sequences lie in the rows.
 
+With padding or several documents in a row a fast backend asks for its sequences (`sequence_groups`) or for each token's
+(`sequence_spans`); both take `lengths` and `document_ids` as `pod_kernels.shared_score_attention` does.
+"""
+
+import weakref
 from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+# The rows (a slice, or [n] on the queries' device) and the columns [start, stop) of equally placed sequences.
+Group = tuple[slice | Tensor, int, int]
+
+# What the last tensor on a device held: itself, its version, the queries' columns and device, its groups.
+_last_read: tuple[weakref.ref, int, int, torch.device, list[Group] | None] | None = None
 
 
 class Sizes(NamedTuple):
@@ -92,3 +104,97 @@ class Problem:
         """What the caller asked for, of what a backend returned."""
         results = (out, *[lse] * self.return_lse, *[gate] * self.return_gate)
         return out if len(results) == 1 else results
+
+
+def sequence_groups(q: Tensor, lengths: Tensor | None, document_ids: Tensor | None) -> list[Group] | None:
+    """The sequences of queries [B, H, T, D], those of the same columns together; None when every row is one sequence.
+
+    Reads `lengths` or `document_ids` on the host, and waits for the device they are on; but once only for one tensor,
+    as all layers of a forward are given the same.
+
+    Raises:
+        ValueError: lengths outside 0..T, or the ids of a row decrease.
+    """
+    global _last_read
+    placement, total = lengths if document_ids is None else document_ids, q.shape[2]
+    if q.shape[0] == 0 or total == 0:
+        return []
+    if placement is None:
+        return None
+    # A tensor on the CPU is read for nothing, and numpy may change it without a new version.
+    is_kept = placement.device.type != "cpu" and not placement.is_inference()
+    if is_kept and _last_read is not None:
+        known, *rest, groups = _last_read
+        if known() is placement and rest == [placement._version, total, q.device]:
+            return groups
+    places = _rows_by_length(lengths, total) if document_ids is None else _rows_by_document(document_ids)
+    whole = len(places) == 1 and places.get((0, total)) == list(range(q.shape[0]))
+    groups = None if whole else [(_rows(rows, q.device), *columns) for columns, rows in places.items()]
+    if is_kept:
+        _last_read = weakref.ref(placement), placement._version, total, q.device, groups
+    return groups
+
+
+def _rows(rows: list[int], device: torch.device) -> slice | Tensor:
+    """Rows that follow one another are a slice, which copies nothing."""
+    if rows[-1] - rows[0] + 1 == len(rows):
+        return slice(rows[0], rows[-1] + 1)
+    return torch.tensor(rows, device=device)
+
+
+def _rows_by_length(lengths: Tensor, total: int) -> dict[tuple[int, int], list[int]]:
+    values = lengths.tolist()
+    rows: dict[tuple[int, int], list[int]] = {}
+    for row, value in enumerate(values):
+        if not 0 <= value <= total:
+            raise ValueError(f"lengths must lie in 0..{total}, the number of columns; row {row} has {value}")
+        if value > 0:
+            rows.setdefault((total - value, total), []).append(row)
+    return rows
+
+
+def _rows_by_document(document_ids: Tensor) -> dict[tuple[int, int], list[int]]:
+    length = document_ids.shape[1]
+    changes = document_ids[:, 1:] != document_ids[:, :-1]
+    starts = torch.nn.functional.pad(changes, (1, 0), value=True).nonzero()
+    found = torch.cat([starts, document_ids[starts[:, 0], starts[:, 1]][:, None]], dim=1).tolist()  # one read for all
+    places: dict[tuple[int, int], list[int]] = {}
+    last = {}
+    for (row, start, document), following in zip(found, [*found[1:], [-1, 0, 0]], strict=True):
+        stop = following[1] if following[0] == row else length
+        if document < 0:
+            continue
+        if document < last.get(row, 0):
+            raise ValueError(f"document_ids must not decrease: row {row} has {document} after {last[row]}")
+        last[row] = document
+        places.setdefault((start, stop), []).append(row)
+    return places
+
+
+def sequence_spans(
+    batch: int, length: int, lengths: Tensor | None, document_ids: Tensor | None, device: torch.device
+) -> Tensor | None:
+    """Where each token's sequence begins and ends, without a read on the host.
+
+    Lengths outside 0..T are taken as the nearest inside; each run of one id >= 0 is a document.
+
+    Returns:
+        [2, B, T] int32: the first column of the sequence, T at padding; the column after its last, 0 at padding. None
+        when every row is one sequence.
+    """
+    if lengths is None and document_ids is None:
+        return None
+    column = torch.arange(length, device=device).expand(batch, length)
+    if lengths is not None:
+        starts = (length - lengths.to(device=device, dtype=torch.long).clamp(0, length))[:, None].expand(batch, length)
+        stops, is_padding = torch.full_like(column, length), column < starts
+    else:
+        document_ids = document_ids.to(device)
+        changes = document_ids[:, 1:] != document_ids[:, :-1]
+        begins = torch.nn.functional.pad(changes, (1, 0), value=True)
+        ends = torch.nn.functional.pad(changes, (0, 1), value=True)
+        starts = torch.where(begins, column, 0).cummax(dim=1).values
+        stops = torch.where(ends, column + 1, length).flip(1).cummin(dim=1).values.flip(1)
+        is_padding = document_ids < 0
+    spans = torch.stack([starts.masked_fill(is_padding, length), stops.masked_fill(is_padding, 0)])
+    return spans.to(torch.int32)

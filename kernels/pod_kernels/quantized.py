@@ -18,6 +18,7 @@ from typing import ClassVar
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from pod_kernels.segments import Segments, on_device
@@ -53,7 +54,7 @@ class Quantization:
         """P: the most groups that tokens which are not closed can lie in."""
         return (self.residual + self.group - 2) // self.group + 1
 
-    def rounded(self, tokens: int) -> int:
+    def rounded(self, tokens: int | np.ndarray) -> int | np.ndarray:
         """Slots of whole groups for so many tokens."""
         return -(-tokens // self.group) * self.group
 
@@ -61,20 +62,21 @@ class Quantization:
         """Channels of a value that share a scale."""
         return self.group if dim % self.group == 0 else dim
 
-    def nbytes(self, slots: int, dim: int, itemsize: int, is_key: bool) -> int:
-        """Bytes of a segment."""
+    def nbytes(self, slots: int | np.ndarray, dim: int, itemsize: int, is_key: bool) -> int | np.ndarray:
+        """Bytes of a segment, or of each."""
         capacity = self.rounded(slots)
         scales = capacity // self.group * dim if is_key else capacity * (dim // self.channels(dim))
         full = self.open_groups * self.group * dim + 2 * scales
         return capacity * dim * self.bits // 8 + full * itemsize + 8
 
-    def pays(self, sizes: Sequence[int], dim: int, itemsize: int) -> bool:
+    def pays(self, sizes: ArrayLike, dim: int, itemsize: int) -> bool:
         """Whether segments of such sizes take fewer bytes than as they come, keys as well as values.
 
         Each has its open groups, however small it is, so small ones do not.
         """
-        plain = sum(sizes) * dim * itemsize
-        return all(sum(self.nbytes(size, dim, itemsize, is_key) for size in sizes) < plain for is_key in (True, False))
+        sizes = np.asarray(sizes, dtype=np.int64)
+        plain = sizes.sum() * dim * itemsize
+        return all(self.nbytes(sizes, dim, itemsize, is_key).sum() < plain for is_key in (True, False))
 
     def encode(self, vectors: Tensor, is_key: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Quantise whole groups.
@@ -119,8 +121,7 @@ class QuantizedSegments:
     Attributes:
         spec: how.
         is_key: per channel; else per token.
-        sizes: [H][B] slots of each segment.
-        batch: B.
+        sizes: [H, B] slots of each segment, on the host.
         codes: [M, g, D * bits / 8] uint8, of the M groups of all segments.
         scales, lows: [M, D] of keys, [M, g, D / channels] of values.
         open: [n, P, g, D], the open groups; group j of a segment is at j mod P.
@@ -131,8 +132,7 @@ class QuantizedSegments:
 
     spec: Quantization
     is_key: bool
-    sizes: tuple[tuple[int, ...], ...]
-    batch: int
+    sizes: np.ndarray
     codes: Tensor
     scales: Tensor
     lows: Tensor
@@ -145,22 +145,21 @@ class QuantizedSegments:
         cls,
         spec: Quantization,
         is_key: bool,
-        sizes: Sequence[Sequence[int]],
+        sizes: ArrayLike,
         batch: int,
         dim: int,
         *,
         dtype: torch.dtype,
         device: torch.device,
     ) -> "QuantizedSegments":
-        """Empty segments; arguments as the attributes, and D."""
-        sizes = tuple(tuple(head) for head in sizes)
-        count, groups = len(sizes) * batch, sum(spec.rounded(size) for head in sizes for size in head) // spec.group
+        """Empty segments; arguments as the attributes, and as `Segments.packed`."""
+        sizes = np.array(sizes, dtype=np.int64).reshape(-1, batch)
+        count, groups = sizes.size, int(spec.rounded(sizes).sum()) // spec.group
         scales = (groups, dim) if is_key else (groups, spec.group, dim // spec.channels(dim))
         return cls(
             spec,
             is_key,
             sizes,
-            batch,
             codes=torch.zeros(groups, spec.group, dim * spec.bits // 8, dtype=torch.uint8, device=device),
             scales=torch.zeros(scales, dtype=dtype, device=device),
             lows=torch.zeros(scales, dtype=dtype, device=device),
@@ -237,38 +236,38 @@ class QuantizedSegments:
             other: its segments are no larger than these.
             rows: which of its rows these are; None: all of them, in order.
         """
-        rows = range(self.batch) if rows is None else rows
-        segments = [head * other.batch + row for head in range(len(self.sizes)) for row in rows]
+        places = np.arange(other.sizes.size).reshape(other.sizes.shape)
+        segments = (places if rows is None else places[:, rows]).reshape(-1)
         (mine, _), (begin, end) = self._group_bounds(), other._group_bounds()
         pairs = [
             (start + group - begin[source], group)
             for start, source in zip(mine, segments, strict=True)
             for group in range(begin[source], end[source])
         ]
-        tables = *np.array(pairs, dtype=np.int64).reshape(-1, 2).T, np.array(segments, dtype=np.int64)
+        tables = *np.array(pairs, dtype=np.int64).reshape(-1, 2).T, segments
         at, source, segments = on_device(tables, self.codes.device)
         for name in ("codes", "scales", "lows"):
             getattr(self, name)[at] = getattr(other, name)[source]
         self.open, self.closed = other.open[segments], other.closed[segments]
 
-    def resized(self, sizes: Sequence[Sequence[int]]) -> "QuantizedSegments":
-        """A copy in segments [H][B] that are no smaller; what is closed stays as it is."""
-        return self._taken(sizes, list(range(self.batch)))
+    def resized(self, sizes: np.ndarray) -> "QuantizedSegments":
+        """A copy in segments [H, B] that are no smaller; what is closed stays as it is."""
+        return self._taken(sizes, None)
 
     def of_rows(self, rows: Tensor) -> "QuantizedSegments":
         """A copy of some rows [n] int64, in that order."""
         rows = rows.tolist()
-        return self._taken([[head[row] for row in rows] for head in self.sizes], rows)
+        return self._taken(self.sizes[:, rows], rows)
 
-    def _taken(self, sizes: Sequence[Sequence[int]], rows: list[int]) -> "QuantizedSegments":
+    def _taken(self, sizes: np.ndarray, rows: list[int] | None) -> "QuantizedSegments":
         options = {"dtype": self.open.dtype, "device": self.open.device}
-        new = self.allocate(self.spec, self.is_key, sizes, len(rows), self.open.shape[-1], **options)
+        new = self.allocate(self.spec, self.is_key, sizes, sizes.shape[1], self.open.shape[-1], **options)
         new.take(self, rows)
         return new
 
     def _group_bounds(self) -> tuple[np.ndarray, np.ndarray]:
         """[n] int64 each on the host, the first group of each segment and the one behind its last."""
-        groups = -(-np.array(self.sizes, dtype=np.int64).reshape(-1) // self.spec.group)
+        groups = self.spec.rounded(self.sizes).reshape(-1) // self.spec.group
         end = groups.cumsum()
         return end - groups, end
 
@@ -281,15 +280,15 @@ class QuantizedSegments:
         """Of the segments of one head, or of all; made once."""
         if head not in self._layouts:
             heads = slice(None) if head is None else slice(head, head + 1)
-            part = np.arange(len(self.sizes) * self.batch).reshape(len(self.sizes), self.batch)[heads].reshape(-1)
+            part = np.arange(self.sizes.size).reshape(self.sizes.shape)[heads].reshape(-1)
             begin, end = (bound[part] for bound in self._group_bounds())
             groups = slice(int(begin[0]), int(end[-1])) if len(part) else slice(0, 0)
             there = end > begin
             tables = [part[there], begin[there] - groups.start, (end - begin)[there] - 1]
-            device, sizes = self.codes.device, np.array(self.sizes[heads], dtype=np.int64).reshape(-1)
+            device, sizes = self.codes.device, self.sizes[heads].reshape(-1)
             if (sizes % self.spec.group).any():
                 tables.append((begin - groups.start) * self.spec.group - (sizes.cumsum() - sizes))
-            empty = Segments.packed(self.sizes[heads], self.batch, 0, dtype=self.scales.dtype, device=device)
+            empty = Segments.packed(self.sizes[heads], self.sizes.shape[1], 0, dtype=self.scales.dtype, device=device)
             self._layouts[head] = Layout(groups, empty, *on_device(tables, device))
         return self._layouts[head]
 
@@ -333,7 +332,7 @@ def quantized(full: Segments, used: Tensor, spec: Quantization, is_key: bool) ->
         full: the vectors.
         used: [n] int64, slots in use of each segment, the first ones.
     """
-    data, batch = full.data, full.offsets.shape[0]
+    data, batch = full.data, full.sizes.shape[1]
     made = QuantizedSegments.allocate(
         spec, is_key, full.sizes, batch, data.shape[1], dtype=data.dtype, device=data.device
     )

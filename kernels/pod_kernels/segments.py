@@ -7,14 +7,18 @@ a batched product over a run of heads reads the cache in place.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
+
+# Logits that one chunk of queries may materialise; 2**25 float32 numbers are 128 MiB.
+MAX_LOGITS = 2**25
 
 
 def on_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
@@ -73,21 +77,19 @@ class Segments:
         offsets: [B, H] int64, the first slot of each segment.
         capacities: [B, H] int64, the slots of each segment.
         is_rectangle: all capacities are equal.
-        sizes: the capacities as integers [H][B]: they are sliced without asking the device.
+        sizes: [H, B] the capacities on the host: they are sliced without asking the device.
     """
 
     data: Tensor
     offsets: Tensor
     capacities: Tensor
     is_rectangle: bool
-    sizes: tuple[tuple[int, ...], ...]
-    _starts: tuple[tuple[int, ...], ...]
-    _pieces: tuple[Piece, ...] | None = None
+    sizes: np.ndarray
 
     @classmethod
     def packed(
         cls,
-        sizes: Sequence[Sequence[int]],
+        sizes: ArrayLike,
         batch: int,
         dim: int,
         *,
@@ -98,29 +100,24 @@ class Segments:
         """Empty segments of any capacities, one after another: head, row, slot.
 
         Args:
-            sizes: [H][B], the capacity of each segment.
+            sizes: [H, B], the capacity of each segment.
             batch: B, as there may be no head.
             dim: D.
             fill: what unwritten slots hold.
         """
-        sizes = tuple(tuple(head) for head in sizes)
-        starts = (0, *accumulate(size for head in sizes for size in head))
-        data = torch.full((starts[-1], dim), fill, dtype=dtype, device=device)
-        shape, different = (len(sizes), batch), {size for head in sizes for size in head}
-        is_rectangle = len(different) <= 1
+        sizes = np.array(sizes, dtype=np.int64).reshape(-1, batch)
+        data = torch.full((int(sizes.sum()), dim), fill, dtype=dtype, device=device)
+        is_rectangle = not sizes.size or sizes.min() == sizes.max()
         if is_rectangle:  # nothing has to come from the host
-            capacities = torch.full(shape, max(different, default=0), dtype=torch.long, device=data.device)
-            offsets = torch.arange(len(sizes) * batch, device=data.device).view(shape) * capacities
-            offsets, capacities = offsets.t(), capacities.t()
+            capacities = torch.full(sizes.shape, int(sizes.max(initial=0)), dtype=torch.long, device=data.device)
+            offsets = torch.arange(sizes.size, device=data.device).view(sizes.shape) * capacities
         else:
-            tables = [np.array(table, dtype=np.int64).reshape(shape) for table in (starts[:-1], sizes)]
-            offsets, capacities = (table.t() for table in on_device(tables, data.device))
-        rows = tuple(tuple(starts[head * batch : (head + 1) * batch]) for head in range(len(sizes)))
-        return cls(data, offsets, capacities, is_rectangle, sizes, rows)
+            offsets, capacities = on_device([_starts(sizes), sizes], data.device)
+        return cls(data, offsets.t(), capacities.t(), bool(is_rectangle), sizes)
 
     @classmethod
-    def of(cls, sizes: Sequence[Sequence[int]], batch: int, data: Tensor) -> "Segments":
-        """Segments of capacities [H][B] that hold a copy of `data` [S, D]."""
+    def of(cls, sizes: ArrayLike, batch: int, data: Tensor) -> "Segments":
+        """Segments of capacities [H, B] that hold a copy of `data` [S, D]."""
         new = cls.packed(sizes, batch, data.shape[1], dtype=data.dtype, device=data.device)
         new.data.copy_(data)
         return new
@@ -132,38 +129,52 @@ class Segments:
         """Empty segments of one capacity; arguments as `packed`, H heads, which may be 0."""
         return cls.packed([[capacity] * batch] * heads, batch, dim, dtype=dtype, device=device)
 
+    def like(self, sizes: ArrayLike, batch: int, fill: float = 0) -> "Segments":
+        """Empty segments of vectors of the same kind; arguments as `packed`."""
+        return Segments.packed(
+            sizes, batch, self.data.shape[1], dtype=self.data.dtype, device=self.data.device, fill=fill
+        )
+
+    @cached_property
+    def widest(self) -> int:
+        """The largest capacity."""
+        return int(self.sizes.max(initial=0))
+
+    @cached_property
+    def _first(self) -> list[list[int]]:
+        """[H][B] the first slot of each segment, on the host."""
+        return _starts(self.sizes).tolist()
+
+    @cached_property
     def pieces(self) -> tuple[Piece, ...]:
         """The segments as the fewest rectangles."""
-        if self._pieces is None:
-            found: list[Piece] = []
-            for head, sizes in enumerate(self.sizes):
-                last = found[-1] if found else None
-                if len(set(sizes)) > 1:
-                    found += [Piece(head, 1, row, 1, size) for row, size in enumerate(sizes)]
-                elif last and last.rows == len(sizes) and last.capacity == sizes[0]:
-                    found[-1] = last._replace(heads=last.heads + 1)
-                else:
-                    found.append(Piece(head, 1, 0, len(sizes), sizes[0]))
-            self._pieces = tuple(found)
-        return self._pieces
+        found: list[Piece] = []
+        for head, sizes in enumerate(self.sizes.tolist()):
+            last = found[-1] if found else None
+            if len(set(sizes)) > 1:
+                found += [Piece(head, 1, row, 1, size) for row, size in enumerate(sizes)]
+            elif last and last.rows == len(sizes) and last.capacity == sizes[0]:
+                found[-1] = last._replace(heads=last.heads + 1)
+            else:
+                found.append(Piece(head, 1, 0, len(sizes), sizes[0]))
+        return tuple(found)
 
     def view(self, piece: Piece) -> Tensor:
         """[heads, rows, C, D] view of a piece."""
-        start = self._starts[piece.head][piece.row]
+        start = self._first[piece.head][piece.row]
         part = self.data[start : start + piece.heads * piece.rows * piece.capacity]
         return part.view(piece.heads, piece.rows, piece.capacity, self.data.shape[1])
 
     def run(self, head: int, row: int | None = None) -> Tensor:
         """[n, D] view of the slots of one head, of all its rows or of one."""
-        first = self._starts[head][row or 0]
-        sizes = self.sizes[head]
-        return self.data[first : first + (sum(sizes) if row is None else sizes[row])]
+        first, sizes = self._first[head][row or 0], self.sizes[head]
+        return self.data[first : first + int(sizes.sum() if row is None else sizes[row])]
 
     def padded(self, fill: float) -> Tensor:
         """[H, B, C, D] with C the largest capacity: a view of a rectangle, else a copy with `fill` beyond the ends."""
         if self.is_rectangle:
             return self.rectangle
-        column = torch.arange(int(max(map(max, self.sizes))), device=self.data.device)
+        column = torch.arange(self.widest, device=self.data.device)
         index = self.offsets.t()[..., None] + column
         beyond = column >= self.capacities.t()[..., None]
         return self.data[index.masked_fill(beyond, 0)].masked_fill(beyond[..., None], fill)
@@ -188,11 +199,9 @@ class Segments:
             index, new = index[:, rows, tokens], new[:, rows, tokens]
         self.data[index.flatten()] = new.flatten(0, -2)
 
-    def resized(self, sizes: Sequence[Sequence[int]], fill: float = 0) -> "Segments":
-        """A copy with capacities [H][B] that are no smaller; each slot keeps its number."""
-        batch, heads = self.offsets.shape
-        options = {"dtype": self.data.dtype, "device": self.data.device, "fill": fill}
-        new = Segments.packed(sizes, batch, self.data.shape[1], **options)
+    def resized(self, sizes: ArrayLike, fill: float = 0) -> "Segments":
+        """A copy with capacities [H, B] that are no smaller; each slot keeps its number."""
+        new = self.like(sizes, self.sizes.shape[1], fill)
         if self.is_rectangle and new.is_rectangle:
             new.rectangle[:, :, : self.rectangle.shape[2]] = self.rectangle
             return new
@@ -205,13 +214,11 @@ class Segments:
     def of_rows(self, rows: Tensor) -> "Segments":
         """A copy of some rows [n] int64, in that order."""
         if self.is_rectangle:  # the host need not know which
-            heads, _, capacity, _ = self.rectangle.shape
-            return Segments.of([[capacity] * len(rows)] * heads, len(rows), self.rectangle[:, rows].flatten(0, 2))
+            sizes = self.sizes[:, :1].repeat(len(rows), axis=1)
+            return Segments.of(sizes, len(rows), self.rectangle[:, rows].flatten(0, 2))
         rows = rows.tolist()
-        sizes = [[head[row] for row in rows] for head in self.sizes]
-        options = {"dtype": self.data.dtype, "device": self.data.device}
-        new = Segments.packed(sizes, len(rows), self.data.shape[1], **options)
-        for head in range(len(sizes) if rows else 0):
+        new = self.like(self.sizes[:, rows], len(rows))
+        for head in range(len(self.sizes) if rows else 0):
             torch.cat([self.run(head, row) for row in rows], out=new.run(head))
         return new
 
@@ -224,19 +231,14 @@ class Segments:
         """
         if not self.is_rectangle:
             raise ValueError("these segments have different capacities and cannot be viewed as [H, B, C, D]")
-        batch, heads = self.offsets.shape
-        capacity = self.data.shape[0] // max(1, batch * heads)
-        return self.data.view(heads, batch, capacity, self.data.shape[1])
+        return self.data.view(*self.sizes.shape, self.widest, self.data.shape[1])
 
     def part(self, head: int, heads: int) -> "Segments":
         """A view of the segments of `heads` heads from `head` on."""
         mine = slice(head, head + heads)
-        first = self._starts[head][0]
-        starts = tuple(tuple(start - first for start in rows) for rows in self._starts[mine])
-        data = self.data[first : first + sum(map(sum, self.sizes[mine]))]
-        return Segments(
-            data, self.offsets[:, mine] - first, self.capacities[:, mine], self.is_rectangle, self.sizes[mine], starts
-        )
+        first, sizes = self._first[head][0], self.sizes[mine]
+        data = self.data[first : first + int(sizes.sum())]
+        return Segments(data, self.offsets[:, mine] - first, self.capacities[:, mine], self.is_rectangle, sizes)
 
     def named(self, name: str) -> dict[str, Tensor]:
         """The vectors under `name`."""
@@ -253,13 +255,13 @@ class Chosen:
 
     Attributes:
         rows, sources, slots: [n] int64 each, ordered by row and position; slots count from each row's first.
-        counts: tokens of each row.
+        counts: [B] tokens of each row, on the host.
     """
 
     rows: Tensor
     sources: Tensor
     slots: Tensor
-    counts: list[int]
+    counts: np.ndarray
 
     @classmethod
     def of(cls, keep: Tensor, positions: Tensor) -> "Chosen":
@@ -268,14 +270,19 @@ class Chosen:
         order = torch.where(keep, positions, last).argsort(dim=-1)
         counts = keep.sum(dim=-1)
         rows, slots = (torch.arange(keep.shape[1], device=keep.device) < counts[:, None]).nonzero(as_tuple=True)
-        return cls(rows, order[rows, slots], slots, counts.tolist())
+        return cls(rows, order[rows, slots], slots, np.array(counts.tolist()))
 
     def put(self, segments: Segments, head: int, data: Tensor) -> None:
         """Write the tokens' `data` [n, D] into one head of packed segments."""
         segments.data[segments.offsets[self.rows, head] + self.slots] = data
 
 
-Change = tuple[Chosen, list[int]]  # tokens of a head, and how many slots each of its rows gets
+Change = tuple[Chosen, np.ndarray]  # tokens of a head, and how many slots each of its rows [B] gets
+
+
+def _starts(sizes: np.ndarray) -> np.ndarray:
+    """[H, B] the first slot of each of packed segments."""
+    return (sizes.cumsum() - sizes.reshape(-1)).reshape(sizes.shape)
 
 
 def repacked(segments: Segments, changes: dict[int, Change], fill: float = 0) -> Segments:
@@ -286,9 +293,10 @@ def repacked(segments: Segments, changes: dict[int, Change], fill: float = 0) ->
         changes: by head.
         fill: what unwritten slots hold.
     """
-    sizes = [changes[head][1] if head in changes else old for head, old in enumerate(segments.sizes)]
-    data, batch = segments.data, segments.offsets.shape[0]
-    new = Segments.packed(sizes, batch, data.shape[1], dtype=data.dtype, device=data.device, fill=fill)
+    data, sizes = segments.data, segments.sizes.copy()
+    for head, (_, wanted) in changes.items():
+        sizes[head] = wanted
+    new = segments.like(sizes, sizes.shape[1], fill)
     for head in range(len(sizes)):
         if head in changes:
             chosen = changes[head][0]
@@ -302,6 +310,15 @@ def ring_places(positions: Tensor, sink_size: int, ring_size: int) -> Tensor:
     """The place of each position: those below `sink_size` stand still, the others go round behind them."""
     ring = sink_size + (positions - sink_size).remainder(ring_size)
     return torch.where(positions < sink_size, positions, ring)
+
+
+def products(queries: Tensor, keys: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
+    """[h, B, G, t, D] queries with [h, B, N, D] keys -> [h, B, G, t, N] float32 logits, the keys read in place.
+
+    `out` [h, B, G, t, N or more] takes them in its first columns.
+    """
+    found = (queries.flatten(2, 3) @ keys.transpose(2, 3)).unflatten(2, queries.shape[2:4]).float()
+    return found.mul_(scale) if out is None else torch.mul(found, scale, out=out[..., : keys.shape[2]])
 
 
 HeadOf = tuple[Segments, int]  # segments, and one head in them
@@ -328,7 +345,7 @@ class LayerSlots:
             they lie in sinks and a ring.
         near_slots: the same, the slot in `values` of each.
         pages: [B, A] segments of each page's minima and maxima [2 D]; None where pages are not used.
-        index, inverse: [H_kv] int64 on the device, from the heads' own order to that and back; None where it is theirs.
+        index: [H_kv] int64, `order` on the device; None where it is the heads' own. Copied there where it is not given.
     """
 
     order: tuple[int, ...]
@@ -342,13 +359,16 @@ class LayerSlots:
     near_positions: Tensor | None = None
     near_slots: Tensor | None = None
     pages: Segments | None = None
-    index: Tensor | None = field(init=False, default=None)
-    inverse: Tensor | None = field(init=False, default=None)
+    index: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if list(self.order) != sorted(self.order):
+        if self.index is None and list(self.order) != sorted(self.order):
             [self.index] = on_device([np.array(self.order)], self.near_keys.device)
-            self.inverse = self.index.argsort()
+
+    @cached_property
+    def inverse(self) -> Tensor | None:
+        """[H_kv] int64, back from that order to the heads' own."""
+        return None if self.index is None else self.index.argsort()
 
     def stored(self, states: Tensor) -> Tensor:
         """[H_kv, ..] by head -> in storage order."""
@@ -361,7 +381,7 @@ class LayerSlots:
     def part(self, head: int, heads: int) -> "LayerSlots":
         """A view of `heads` heads from `head` on, of a layer whose heads are all anchors."""
         values, keys = self.values.part(head, heads), self.keys.part(head, heads)
-        return replace(self, order=tuple(range(heads)), num_anchors=heads, values=values, keys=keys)
+        return replace(self, order=tuple(range(heads)), num_anchors=heads, values=values, keys=keys, index=None)
 
     def proximal_runs(self, length: int) -> list[tuple[int, int, int]]:
         """Where the proximal keys of the last of `length` tokens are in sinks and ring.

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pod_kernels.cached import MAX_LOGITS, products
 from pod_kernels.dispatch import runs_triton
+from pod_kernels.segments import MAX_LOGITS, products
 
 # Numbers that one part of the work may materialise on a CPU: what fits its caches.
 CPU_LOGITS = 2**20

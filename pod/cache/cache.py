@@ -22,9 +22,8 @@ from pod.blocks import FIXED, LayerBlocks, whole_number
 from pod.cache.chain import ChainStorage
 from pod.cache.file import read_cache, write_cache
 from pod.cache.row_runs import RowRuns
-from pod.cache.rows import Rows
 from pod.cache.slots import SlotStorage
-from pod.cache.storage import Rotary, Storage, broken_off
+from pod.cache.storage import Rotary, Rows, Storage, broken_off
 from pod.eviction import ChainPolicy, Eviction, Method, ReadSelector, hyper_parameters, of_hyper_parameters
 from pod.eviction.streaming import WindowAttention
 from pod_kernels import Quantization, SkipStats

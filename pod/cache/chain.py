@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
 
-from pod.cache.chain_own_keys import OwnRing
-from pod.cache.chain_step import ChainStep, Steps
-from pod.cache.rows import Rows, Step, strides
-from pod.cache.storage import Anchors, Rotary, Storage
+from pod.cache.chain_step import ChainStep, OwnRing, Steps
+from pod.cache.storage import Anchors, Rotary, Rows, Step, Storage, oldest_first, strides
 from pod.eviction import ChainPolicy
 from pod_kernels import Segments
 from pod_kernels.cascade import Cascades, CascadeState
 from pod_kernels.dispatch import runs_triton
 from pod_kernels.segments import on_device
 from pod_kernels.slots import BlockAnchor, OwnKeys, put_own, rotated, rotated_pieces, slot_attention
+
+PARTS = ("values", "keys", "own")
 
 
 @dataclass
@@ -317,41 +317,31 @@ class ChainStorage(Storage):
         used = min(self.rows.longest, self.cascades.slots)
         kept = []
         for head, anchor in enumerate(self._anchors[layer]):
-            held = self._layers[anchor].state.positions[self._orders[anchor].index(head), :, :used]
-            ordered = held.masked_fill(held < 0, torch.iinfo(held.dtype).max).sort(dim=1).values
-            kept.append(ordered.masked_fill(ordered == torch.iinfo(held.dtype).max, -1))
-        return torch.stack(kept, dim=1)
+            kept.append(self._layers[anchor].state.positions[self._orders[anchor].index(head), :, :used])
+        return oldest_first(torch.stack(kept, dim=1))
 
     def storages(self) -> list[Tensor]:
-        tensors = []
-        for stored in self._layers:
-            tensors += [stored.values.data, stored.keys.data, stored.own.data]
-        return tensors + (self._state.tensors() if self._layers else [])
+        return list(self.state()[0].values())
 
     def select_rows(self, rows: Tensor) -> None:
         self._state = self._state.select(rows)
         for index, old in enumerate(self._layers):
-            new = self._allocate(index, old.values.data)
-            for name in ("values", "keys", "own"):
-                getattr(new, name).rectangle.copy_(getattr(old, name).rectangle[:, rows])
-            self._layers[index] = new
+            parts = {name: getattr(old, name).of_rows(rows) for name in PARTS}
+            self._layers[index] = ChainLayer(**parts, state=self._state_of(index))
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors = {
             f"layers.{index}.{name}": getattr(stored, name).data
             for index, stored in enumerate(self._layers)
-            for name in ("values", "keys", "own")
+            for name in PARTS
         }
-        tensors |= {f"state.{index}": tensor for index, tensor in enumerate(self._state.tensors())}
-        return tensors, {}
+        counts = self._state.tensors() if self._layers else []
+        return tensors | {f"state.{index}": tensor for index, tensor in enumerate(counts)}, {}
 
     def restore(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
         self._allocate_all(tensors["layers.0.values"])
-        for index, stored in enumerate(self._layers):
-            for name in ("values", "keys", "own"):
-                getattr(stored, name).data.copy_(tensors[f"layers.{index}.{name}"])
-        for index, tensor in enumerate(self._state.tensors()):
-            tensor.copy_(tensors[f"state.{index}"])
+        for name, tensor in self.state()[0].items():
+            tensor.copy_(tensors[name])
 
     def reset(self) -> None:
         super().reset()
@@ -445,10 +435,14 @@ class ChainStorage(Storage):
             return Segments.rectangular(heads, batch, capacity, like.shape[-1], dtype=like.dtype, device=device)
 
         slots = self.cascades.slots
-        units = slice(*self._first_units[layer : layer + 2])
         return ChainLayer(
             values=segments(len(self._orders[layer]), slots),
             keys=segments(anchors, slots),
             own=segments(others, self._ring.capacity),
-            state=self._state.part(units) if anchors else None,
+            state=self._state_of(layer),
         )
+
+    def _state_of(self, layer: int) -> CascadeState | None:
+        """Of the blocks anchored in a layer, a view."""
+        first, last = self._first_units[layer : layer + 2]
+        return self._state.part(slice(first, last)) if last > first else None

@@ -14,6 +14,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -70,13 +71,14 @@ def write_cache(
     Args:
         path: of the file, which is there whole or not at all.
         tensors: by name.
-        facts: what else there is to know, as JSON.
+        facts: what else there is to know: what JSON takes, and arrays of numpy.
         config: of the model.
 
     Raises:
         OSError: it cannot be written; nothing is left behind.
     """
-    content = json.dumps({"version": VERSION, "config": described(config), "facts": facts})
+    whole = {"version": VERSION, "config": described(config), "facts": facts}
+    content = json.dumps(whole, default=np.ndarray.tolist)
     contiguous = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
     metadata = {"format": FORMAT, "content": content, "crc32": checksum(contiguous, content)}
     with replacing(path) as aside:

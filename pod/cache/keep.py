@@ -10,10 +10,11 @@ Legend: B rows, A units anchored in a layer, G query heads per KV head, T querie
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
@@ -22,9 +23,8 @@ from pod.blocks import Unit
 from pod.eviction import Eviction, Observation, Sharing, Stage
 from pod.eviction.base import runs_of
 from pod_kernels import Segments, attention_weights
-from pod_kernels.cached import MAX_LOGITS
 from pod_kernels.dispatch import runs_triton
-from pod_kernels.segments import Change, Chosen, KeptOnDevice
+from pod_kernels.segments import MAX_LOGITS, Change, Chosen
 
 if TYPE_CHECKING:
     from pod.cache.slots import SlotStorage
@@ -37,18 +37,91 @@ class Window:
     queries: Tensor
     positions: Tensor
     scale: float
+    moments: "Moments | None" = None
 
     def part(self, part: slice) -> "Window":
         """Some of its queries."""
-        return Window(self.queries[..., part, :], self.positions[:, part], self.scale)
+        return Window(self.queries[..., part, :], self.positions[:, part], self.scale, self.moments)
 
-    def of_rows(self, rows: slice) -> "Window":
+    def of_rows(self, rows: slice | Tensor) -> "Window":
         """The queries of some rows."""
-        return Window(self.queries[:, rows], self.positions[rows], self.scale)
+        moments = None if self.moments is None else self.moments.of_rows(rows)
+        return Window(self.queries[:, rows], self.positions[rows], self.scale, moments)
 
-    def on(self, keys: Tensor, held: Tensor, newest: Tensor) -> Observation:
-        """What they attend to among keys [A, B, N, D] at `held` [B, A, N], in order of position up to `newest` [B]."""
-        return Seen(self.queries, self.positions, keys, held, newest, self.scale)
+    def on(self, stored: "Stored", held: Tensor, newest: Tensor) -> Observation:
+        """What they attend to among what is stored at `held` [B, A, N], in order of position up to `newest` [B]."""
+        return Seen(self.queries, self.positions, stored, held, newest, self.scale, self.moments)
+
+
+@dataclass
+class Moments:
+    """Sums over a prefill's queries before RoPE: count [B], first [A, B, G, D] and second [A, B, G, D, D], float32.
+
+    Attributes:
+        rotary: positions [B, T] -> cos and sin [B, T, D], of the model.
+    """
+
+    count: Tensor
+    first: Tensor
+    second: Tensor
+    rotary: Callable[[Tensor], tuple[Tensor, Tensor]]
+
+    @classmethod
+    def of(cls, queries: Tensor, positions: Tensor, rotary: Callable, start: int) -> "Moments":
+        """Of queries [A, B, G, T, D] after RoPE at [B, T], those from position `start` on."""
+        counts = positions >= start
+        cos, sin = (part.float()[None, :, None] for part in rotary(positions.clamp(min=0)))
+        # Turned back; a rotary that scales (YaRN) has scaled twice then.
+        states = _rotated(queries.float(), cos, -sin) / (cos.square() + sin.square())
+        states = states * counts[None, :, None, :, None]
+        return cls(counts.sum(dim=1), states.sum(dim=3), states.mT @ states, rotary)
+
+    def __add__(self, other: "Moments") -> "Moments":
+        parts = ((getattr(self, name) + getattr(other, name)) for name in ("count", "first", "second"))
+        return Moments(*parts, other.rotary)
+
+    def of_rows(self, rows: slice | Tensor) -> "Moments":
+        """The same of some rows."""
+        return Moments(self.count[rows], self.first[:, rows], self.second[:, rows], self.rotary)
+
+    def expected_logits(self, keys: Tensor, newest: Tensor, future: int, scale: float) -> Tensor:
+        """As `Observation.expected_logits`, of keys [A, B, N, D]: [A, B, G, N]."""
+        count = self.count.clamp(min=1)[None, :, None, None]
+        mean = self.first / count
+        spread = self.second / count[..., None] - mean[..., :, None] * mean[..., None, :]
+        ahead = newest[:, None] + 1 + torch.arange(future, device=newest.device)
+        cos, sin = (part.float().mean(dim=1)[None, :, None] for part in self.rotary(ahead))
+        mean = _rotated(mean, cos, sin)
+        cos, sin = cos[..., None, :], sin[..., None, :]
+        spread = _rotated(_rotated(spread, cos, sin).mT, cos, sin)
+        keys = keys.float()[:, :, None]
+        linear = (keys @ mean[..., None])[..., 0]
+        return linear * scale + ((keys @ spread) * keys).sum(dim=-1) * (scale**2 / 2)
+
+
+def _rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`states` [.., D], turned by cos and sin [.., d] in their first d channels, halves against each other."""
+    turned, rest = states[..., : cos.shape[-1]], states[..., cos.shape[-1] :]
+    low, high = turned.chunk(2, dim=-1)
+    return torch.cat([turned * cos + torch.cat([-high, low], dim=-1) * sin, rest], dim=-1)
+
+
+@dataclass
+class Stored:
+    """Keys and values [A, B, N, D] of the units anchored in a layer; the values are fetched when they are asked for."""
+
+    keys: Tensor
+    fetch_values: Callable[[], Tensor]
+    rows: slice = field(default_factory=lambda: slice(None))
+
+    def of_rows(self, rows: slice) -> "Stored":
+        """The same of some rows."""
+        return Stored(self.keys, self.fetch_values, rows)
+
+    def __call__(self, name: str) -> Tensor:
+        """As `Observation.stored`."""
+        states = self.keys if name == "keys" else self.fetch_values()
+        return states[:, self.rows].transpose(0, 1)
 
 
 class Seen(Observation):
@@ -56,14 +129,23 @@ class Seen(Observation):
 
     Args:
         queries, query_positions: [A, B, G, q, D] and [B, q].
-        keys, positions: [A, B, N, D] and [B, A, N], in order of position.
+        stored, positions: keys and values, and [B, A, N], in order of position.
         newest: [B].
         scale: factor on every logit.
+        moments: of all the prefill's queries, where the method asks for them.
     """
 
     def __init__(
-        self, queries: Tensor, query_positions: Tensor, keys: Tensor, positions: Tensor, newest: Tensor, scale: float
+        self,
+        queries: Tensor,
+        query_positions: Tensor,
+        stored: Stored,
+        positions: Tensor,
+        newest: Tensor,
+        scale: float,
+        moments: Moments | None = None,
     ) -> None:
+        keys, self.stored, self._moments = stored.keys[:, stored.rows], stored, moments
         self._given = queries, keys, positions.transpose(0, 1), query_positions, scale
         self.positions, self.newest = positions, newest
         self.in_order, self.decoding = True, False
@@ -74,6 +156,9 @@ class Seen(Observation):
     @cached_property
     def weights(self) -> Tensor:
         return attention_weights(*self._given).transpose(0, 1)
+
+    def expected_logits(self, future: int) -> Tensor:
+        return self._moments.expected_logits(self._given[1], self.newest, future, self._given[-1]).transpose(0, 1)
 
     @property
     def count(self) -> int:
@@ -113,7 +198,6 @@ class Decision:
 
     def __init__(self, config: PreTrainedConfig, method: Eviction, storage: "SlotStorage") -> None:
         self.method, self.storage, self.blocks = method, storage, config.blocks
-        self._on_device = KeptOnDevice()
         self._sums = method.scores_stay == "sum"
         self.last_layer = self.blocks.layout().last_layers
         self.groups = config.num_attention_heads // config.num_key_value_heads
@@ -147,15 +231,20 @@ class Decision:
 
     def seen(self, layer: int, q: Tensor, positions: Tensor, scale: float) -> Window:
         """Of a forward's queries [B, H, T, D] at [B, T] those that will be looked at; more are not grouped (copied)."""
-        last = q.shape[2] if self._sums else self._window
+        sees_all = self._sums or self.method.moments_from is not None
+        last = q.shape[2] if sees_all else self._window
         queries = q[:, :, -last:].unflatten(1, (len(self.storage.orders[layer]), -1)).transpose(0, 1)
-        anchors, index = self.storage.num_anchors[layer], self.storage.indices[layer]
-        return Window(queries[:anchors] if index is None else queries[index[:anchors]], positions[:, -last:], scale)
+        anchors, index = self.storage.num_anchors[layer], self.storage.index(layer, q.device)
+        queries = queries[:anchors] if index is None else queries[index[:anchors]]
+        window, moments = self._window, None
+        if (start := self.method.moments_from) is not None:
+            moments = Moments.of(queries, positions, self.storage.rotary, start)
+            queries, positions = queries[..., -window:, :], positions[:, -window:]
+        return Window(queries, positions[:, -last:], scale, moments)
 
     def select_rows(self, rows: Tensor) -> None:
         """Keep the rows `rows` [n] int64, in that order."""
-        for window in self.windows.values():
-            window.queries, window.positions = window.queries[:, rows], window.positions[rows]
+        self.windows = {layer: window.of_rows(rows) for layer, window in self.windows.items()}
 
     @property
     def _window(self) -> int:
@@ -164,38 +253,39 @@ class Decision:
     # ------------------------------------------------------------------ a prefill
 
     def of_prompt(
-        self, layer: int, window: Window, keys: Tensor, positions: Tensor
-    ) -> tuple[list[Chosen], Tensor, list[list[int]]]:
+        self, layer: int, window: Window, keys: Tensor, values: Tensor, positions: Tensor
+    ) -> tuple[list[Chosen], Tensor, np.ndarray]:
         """Decide for a prompt that is not stored.
 
         Args:
             layer: its index.
             window: of its queries, all that will be looked at.
-            keys: [A, B, T, D] of its anchor heads.
+            keys, values: [A, B, T, D] of its anchor heads.
             positions: [B, T] of the prompt.
 
         Returns:
-            What is kept of each unit, scores [B, A, T], and budgets [A][B].
+            What is kept of each unit, scores [B, A, T], and budgets [A, B].
         """
         heads, newest = self.storage.orders[layer][: len(keys)], positions[:, -1]
         held = positions[:, None].expand(-1, len(keys), -1)
-        live = [(newest + 1).tolist()] * len(keys)
-        scores, stage = self._stage(layer, heads, live, window, keys, held, newest)
+        live = np.tile((newest + 1).tolist(), (len(keys), 1))
+        stage = self._stage(layer, heads, live, window, Stored(keys, lambda: values), held, newest)
         budgets = self._allocated(stage, newest)
-        counts = _counts(self._targets(live, budgets), newest.device)
-        keep = kept(scores, held, self._forced(layer, heads, held, newest), counts)
-        return [Chosen.of(one, positions) for one in keep.unbind(dim=1)], scores, budgets
+        targets = self._targets(live, budgets)
+        return self._chosen(layer, heads, held, newest, stage.scores, targets), stage.scores, budgets
 
     def observe(self, layer: int, window: Window) -> None:
         """Add the chunk's attention to carried scores, and keep its last queries for the decision."""
         table = self.storage.tables[layer]
         if self._sums:
-            sees = self.storage.keys(layer), table.positions(), window.positions[:, -1]
+            sees = self._stored(layer), table.positions(), window.positions[:, -1]
             table.add_scores(self._scored(lambda method, rows: _summed(method, *_of_rows(rows, window, *sees))))
         if layer in self.windows:
             before = self.windows[layer]
             queries = torch.cat([before.queries, window.queries], dim=3)
-            window = Window(queries, torch.cat([before.positions, window.positions], dim=1), window.scale)
+            positions = torch.cat([before.positions, window.positions], dim=1)
+            moments = None if window.moments is None else before.moments + window.moments
+            window = Window(queries, positions, window.scale, moments)
         window = window.part(slice(-self._window, None))
         # Copied: a view would keep the queries of the whole forward.
         window.queries = window.queries.clone()
@@ -205,15 +295,19 @@ class Decision:
         """Score and allocate for the units anchored in a layer; their tokens up to `newest` [B] are in their slots."""
         table, held = self.storage.tables[layer], self.storage.tables[layer].positions()
         carried = table.carried() if self._sums else None
-        table.held = table.live().tolist()
-        scores, stage = self._stage(
-            layer, table.heads, table.held, self.windows[layer], self.storage.keys(layer), held, newest, carried
+        table.held = np.array(table.live().tolist())
+        stage = self._stage(
+            layer, table.heads, table.held, self.windows[layer], self._stored(layer), held, newest, carried
         )
         if not self._sums:
             table.scores = Segments.packed(table.slots.sizes, len(held), 1, dtype=torch.float32, device=held.device)
-            table.add_scores(scores)
+            table.add_scores(stage.scores)
         table.budgets = self._allocated(stage, newest)
         table.targets = self._targets(table.held, table.budgets)
+
+    def _stored(self, layer: int) -> Stored:
+        keys = self.storage.keys(layer)
+        return Stored(keys, lambda: self.storage.values(layer)[:, :, : keys.shape[2]])
 
     def excess(self, layer: int, newest: Tensor, length: int) -> dict[Unit, Change]:
         """What is to stay of units whose last layer is at most `layer` and which hold more than they may.
@@ -233,39 +327,45 @@ class Decision:
             if not over:
                 continue
             heads, held = tuple(table.heads[index] for index in over), table.positions(over)
-            counts = _counts([table.targets[index] for index in over], held.device)
-            keep = kept(table.carried(over), held, self._forced(anchor, heads, held, newest), counts)
-            chosen = [Chosen.of(keep[:, column], held[:, column]) for column in range(len(over))]
-            counts, budgets = [one.counts for one in chosen], [table.budgets[index] for index in over]
-            sizes = self.storage.headroom.evicted(counts, budgets, length)
+            chosen = self._chosen(anchor, heads, held, newest, table.carried(over), table.targets[over])
+            counts = np.stack([one.counts for one in chosen])
+            sizes = self.storage.headroom.evicted(counts, table.budgets[over], length)
             units = [(anchor, head) for head in heads]
             changes |= zip(units, zip(chosen, sizes, strict=True), strict=True)
         return changes
+
+    def _chosen(
+        self, layer: int, heads: tuple[int, ...], held: Tensor, newest: Tensor, scores: Tensor, targets: np.ndarray
+    ) -> list[Chosen]:
+        """What stays of units anchored in a layer, of the tokens at `held` with `scores`, [B, A, N] both."""
+        counts = torch.tensor(targets, device=held.device).t()
+        keep = kept(scores, held, self._forced(layer, heads, held, newest), counts)
+        return [Chosen.of(*unit) for unit in zip(keep.unbind(dim=1), held.unbind(dim=1), strict=True)]
 
     def _stage(
         self,
         layer: int,
         heads: tuple[int, ...],
-        live: list[list[int]],
+        live: np.ndarray,
         window: Window,
-        keys: Tensor,
+        stored: Stored,
         held: Tensor,
         newest: Tensor,
         carried: Tensor | None = None,
-    ) -> tuple[Tensor, Stage]:
-        """Scores [B, A, N] by a prefill's queries, and the layer's part in sharing the budget.
+    ) -> Stage:
+        """A layer's part in sharing the budget, with scores [B, A, N] by a prefill's queries.
 
         Args:
             layer, heads, live: see `Stage`.
             window: the queries.
-            keys, held: [A, B, N, D] and [B, A, N], in order of position.
+            stored, held: of the tokens, and [B, A, N], in order of position.
             newest: [B].
             carried: scores that earlier queries, and these, have added up to.
         """
         preferences = []
 
         def score(method: Eviction, rows: slice) -> Tensor:
-            mine, *sees = _of_rows(rows, window, keys, held, newest)
+            mine, *sees = _of_rows(rows, window, stored, held, newest)
             seen = None
             if self._sums:
                 scores = carried[rows] if carried is not None else _summed(method, mine, *sees)
@@ -281,20 +381,20 @@ class Decision:
 
         scores = self._scored(score)
         candidates = (held >= 0) & ~self._forced(layer, heads, held, newest)
-        return scores, Stage(layer, heads, live, scores, candidates, preferences or None)
+        return Stage(layer, heads, live, scores, candidates, preferences or None)
 
     def _forced(self, layer: int, heads: tuple[int, ...], held: Tensor, newest: Tensor) -> Tensor:
         """[B, A, N] what is always kept: the last tokens, and sinks of units of several layers."""
-        sinks = self._on_device(tuple(self.sinks[layer, head] for head in heads), held.device)[:, None]
+        sinks = self.storage.on_device(tuple(self.sinks[layer, head] for head in heads), held.device)[:, None]
         runs = [(method.protected(self.groups), rows) for method, rows in self._runs]
         last = runs[0][0]
         if len(runs) > 1:
             each = tuple(protected for protected, rows in runs for _ in range(rows.start, rows.stop))
-            last = self._on_device(each, held.device)[:, None, None]
+            last = self.storage.on_device(each, held.device)[:, None, None]
         return (held >= 0) & ((held < sinks) | (held > newest[:, None, None] - last))
 
-    def _allocated(self, stage: Stage, newest: Tensor) -> list[list[int]]:
-        """Enter the stage; budgets [A][B] of its units, and new targets of those before it."""
+    def _allocated(self, stage: Stage, newest: Tensor) -> np.ndarray:
+        """Enter the stage; budgets [A, B] of its units, and new targets of those before it."""
         for earlier in self._stages:
             earlier.scores = earlier.candidates = None
             earlier.held = self.storage.tables[earlier.layer].held
@@ -306,10 +406,7 @@ class Decision:
             stages = self._stages if len(self._runs) == 1 else [stage.of_rows(rows) for stage in self._stages]
             parts.append(method.allocate(Sharing(self.blocks, always, seen[rows], spared, stages)))
             self._spared += spared
-        budgets = [
-            [[count for line in unit for count in line] for unit in zip(*stage, strict=True)]
-            for stage in zip(*parts, strict=True)
-        ]
+        budgets = [np.concatenate(stage, axis=1) for stage in zip(*parts, strict=True)]
         for earlier, counts in zip(self._stages[:-1], budgets, strict=False):
             earlier.budgets = counts
             table = self.storage.tables[earlier.layer]
@@ -318,12 +415,9 @@ class Decision:
         stage.budgets = budgets[-1]
         return budgets[-1]
 
-    def _targets(self, held: list[list[int]], budgets: list[list[int]]) -> list[list[int]]:
-        """[A][B] tokens that the prefill leaves: all of a row that is not above the method's threshold."""
-        return [
-            [have if spare else min(have, most) for have, most, spare in zip(*head, self._spared, strict=True)]
-            for head in zip(held, budgets, strict=True)
-        ]
+    def _targets(self, held: np.ndarray, budgets: np.ndarray) -> np.ndarray:
+        """[A, B] tokens that the prefill leaves: all of a row that is not above the method's threshold."""
+        return np.where(self._spared, held, np.minimum(held, budgets))
 
     # ------------------------------------------------------------------ a step
 
@@ -341,7 +435,9 @@ class Decision:
         held, weights = table.positions(), weights.transpose(0, 1)
 
         def score(method: Eviction, rows: slice) -> Tensor:
-            return method.score(Observation(weights[rows], held[rows], newest[rows], in_order=False, decoding=True))
+            stored = self._stored(layer).of_rows(rows)
+            seen = Observation(weights[rows], held[rows], newest[rows], False, decoding=True, stored=stored)
+            return method.score(seen)
 
         scores = self._scored(score)
         if self._sums:
@@ -353,8 +449,9 @@ class Decision:
             return
         forced = self._forced(layer, table.heads, held, newest)
         if table.budgets is None:  # the prefill broke off before anything was decided
-            table.budgets = [list(self.storage.rows.budgets or [self.method.budget] * len(held))] * len(table.heads)
-        counts = table.budget_counts()
+            table.budgets = np.full(table.sizes.shape, self.storage.rows.budgets or self.method.budget)
+        each = self.storage.on_device(tuple(table.budgets.reshape(-1).tolist()), held.device)
+        counts = each.view(table.budgets.shape).t()
         if is_settled and self.method.when == 1:
             over = (held >= 0).sum(dim=-1) > counts
             given_up = torch.arange(held.shape[2], device=held.device) == lowest(scores, held, forced)[..., None]
@@ -363,20 +460,20 @@ class Decision:
             table.evicted = (~kept(scores, held, forced, counts) & (held >= 0)).transpose(0, 1)
 
 
-def _of_rows(rows: slice, window: Window, keys: Tensor, held: Tensor, newest: Tensor) -> tuple:
-    """Of a window, and of keys [A, B, N, D], `held` [B, A, N] and `newest` [B] that it is looked at with, some rows."""
-    return window.of_rows(rows), keys[:, rows], held[rows], newest[rows]
+def _of_rows(rows: slice, window: Window, stored: Stored, held: Tensor, newest: Tensor) -> tuple:
+    """Of a window, and of what is stored, `held` [B, A, N] and `newest` [B] that it is looked at with, some rows."""
+    return window.of_rows(rows), stored.of_rows(rows), held[rows], newest[rows]
 
 
-def _summed(method: Eviction, window: Window, keys: Tensor, held: Tensor, newest: Tensor) -> Tensor:
+def _summed(method: Eviction, window: Window, stored: Stored, held: Tensor, newest: Tensor) -> Tensor:
     """Scores [B, A, N] that add up over queries, a few of these at a time."""
     count = window.positions.shape[1]
-    chunk = max(1, min(count, MAX_LOGITS // max(1, window.queries.shape[:3].numel() * keys.shape[2])))
-    if runs_triton(keys):
+    chunk = max(1, min(count, MAX_LOGITS // max(1, window.queries.shape[:3].numel() * held.shape[2])))
+    if runs_triton(stored.keys):
         chunk = count  # kernels hold a tile of the weights at a time
-    total = torch.zeros(held.shape, dtype=torch.float32, device=keys.device)
+    total = torch.zeros(held.shape, dtype=torch.float32, device=held.device)
     for first in range(0, count, chunk):
-        total += method.score(window.part(slice(first, first + chunk)).on(keys, held, newest))
+        total += method.score(window.part(slice(first, first + chunk)).on(stored, held, newest))
     return total
 
 
@@ -408,8 +505,3 @@ def lowest(scores: Tensor, positions: Tensor, forced: Tensor) -> Tensor:
     is_lowest = scores == scores.amin(dim=-1, keepdim=True)
     last = torch.iinfo(torch.long).max
     return torch.where(is_lowest & (positions >= 0), positions, last).argmin(dim=-1)
-
-
-def _counts(counts: list[list[int]], device: torch.device) -> Tensor:
-    """[A][B] -> [B, A] int64."""
-    return torch.tensor(counts, device=device).t()

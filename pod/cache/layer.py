@@ -17,21 +17,22 @@ of the largest segment, S slots of all, T tokens of a forward, D head dimension.
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from pod.cache.rows import Step
+from pod.cache.storage import Step
 from pod_kernels import LayerSlots, Quantization, QuantizedSegments, Segments
 from pod_kernels.quantized import dequantized, quantized
 from pod_kernels.segments import Change, repacked
 
 VECTORS = ("values", "keys")
 OWN = ("near_keys", "near_positions", "near_slots")
-FACTS = ("heads", "sizes", "held", "budgets", "room", "is_packed", "has_holes")
+COUNTS = ("sizes", "held", "budgets")
+FACTS = ("heads", *COUNTS, "room", "is_packed", "has_holes")
 EMPTY = torch.iinfo(torch.int32).max
 
 
@@ -61,27 +62,17 @@ class Headroom:
         """Tokens still to come after `length`, None when unknown."""
         return None if self.max_length is None else max(0, self.max_length - length)
 
-    def evicted(self, counts: list[list[int]], budgets: list[list[int]], length: int) -> list[list[int]]:
-        """Slots of units' rows that were evicted down to `counts` tokens after `length` were seen."""
+    def evicted(self, counts: np.ndarray, budgets: np.ndarray, length: int) -> np.ndarray:
+        """[A, B] slots of units' rows that were evicted down to `counts` tokens after `length` were seen."""
         headroom = self.after(length)
         if not self.every:
-            return [[count + (headroom or 0) for count in unit] for unit in counts]
-        most = [
-            [max(count, budget) + self.every for count, budget in zip(*unit, strict=True)]
-            for unit in zip(counts, budgets, strict=True)
-        ]
-        if headroom is None:
-            return most
-        return [
-            [min(count + headroom, size) for count, size in zip(*unit, strict=True)]
-            for unit in zip(counts, most, strict=True)
-        ]
+            return counts + (headroom or 0)
+        most = np.maximum(counts, budgets) + self.every
+        return most if headroom is None else np.minimum(counts + headroom, most)
 
-    def grown(self, held: list[list[int]], new: int, length: int) -> list[list[int]]:
-        """Slots of units' rows that hold so many tokens and get `new` more, which make it `length` seen."""
-        mean = sum(map(sum, held)) // sum(map(len, held))
-        more = new + (self.after(length) or spare(mean))
-        return [[count + more for count in unit] for unit in held]
+    def grown(self, held: np.ndarray, new: int, length: int) -> np.ndarray:
+        """[A, B] slots of units' rows that hold so many tokens and get `new` more, which make it `length` seen."""
+        return held + new + (self.after(length) or spare(int(held.sum()) // held.size))
 
     def near(self, held: int, widest: int, length: int, more: int = 0) -> int:
         """Places for own keys: `held` at most, and at least `more` to come; the largest unit has `widest` slots."""
@@ -98,12 +89,12 @@ class Layer(LayerSlots):
     Attributes:
         headroom: how many places for own keys are allocated.
         quantization: how they are at rest; None: as they are.
-        near_room: places that every row and head has empty at least; below 0 where tokens took those of older ones.
+        room: places that every row and head has empty at least; below 0 where tokens took those of older ones.
     """
 
     headroom: Headroom = field(kw_only=True)
     quantization: Quantization | None = field(kw_only=True, default=None)
-    near_room: int = 0
+    room: int = 0
     _attends: bool = field(init=False, default=False)
     _resting: dict[str, QuantizedSegments] = field(init=False, default_factory=dict)  # what it was made full from
     _plain: dict[str, tuple] = field(init=False, default_factory=dict)  # sizes for which quantization does not pay
@@ -130,10 +121,10 @@ class Layer(LayerSlots):
         for name in self._own:
             setattr(self, name, getattr(self, name)[:, rows])
 
-    def resize(self, name: str, sizes: list[list[int]]) -> None:
+    def resize(self, name: str, sizes: np.ndarray) -> None:
         """Give keys, values or pages capacities that are no smaller, and what they were made full from."""
         segments = getattr(self, name)
-        if segments.sizes != tuple(map(tuple, sizes)):
+        if not np.array_equal(segments.sizes, sizes):
             setattr(self, name, segments.resized(sizes))
             if name in self._resting:
                 self._resting[name] = self._resting[name].resized(sizes)
@@ -166,7 +157,7 @@ class Layer(LayerSlots):
             full = getattr(self, name)
             if isinstance(full, QuantizedSegments) or self._plain.get(name) is full.sizes:
                 continue
-            if not self.quantization.pays([*chain(*full.sizes)], full.data.shape[1], full.data.element_size()):
+            if not self.quantization.pays(full.sizes, full.data.shape[1], full.data.element_size()):
                 self._plain[name] = full.sizes
                 continue
             rest, counts = self._resting.pop(name, None), used(len(full.sizes))
@@ -191,7 +182,7 @@ class Layer(LayerSlots):
             step: what the forward adds.
             slots: [S, B, 1] of the values; not read with a ring.
         """
-        self.near_room -= 1
+        self.room -= 1
         if self.ring_size:
             self._put_in_ring(keys, step)
             return
@@ -220,9 +211,9 @@ class Layer(LayerSlots):
         """After several queries, which saw `seen`: keep the own keys that a later token can need."""
         if self.ring_size:
             places = self.near_keys.shape[2]
-            self.widen_own(step.length - (places - self.near_room), step.length)
+            self.widen_own(step.length - (places - self.room), step.length)
             self._put_in_ring(seen.near_keys[:, :, -step.positions.shape[1] :], step)
-            self.near_room = self.near_keys.shape[2] - step.length
+            self.room = self.near_keys.shape[2] - step.length
         else:
             newest = step.positions[:, -1]
             self.pack_own(seen.near_keys, seen.near_positions, seen.near_slots, newest, self.reach, step.length)
@@ -246,19 +237,19 @@ class Layer(LayerSlots):
     def is_own_full(self) -> bool:
         """One more token's own key needs a place that is not there yet."""
         heads, _, places, _ = self.near_keys.shape
-        return heads > 0 and self.near_room < 1 and places < self.headroom.most_near and places < self._widest
+        return heads > 0 and self.room < 1 and places < self.headroom.most_near and places < self._widest
 
     def widen_own(self, room: int, length: int) -> None:
         """See to empty places for `room` more tokens, while there may be more of them; `length` are seen."""
         places = self.near_keys.shape[2]
-        held = places - max(0, self.near_room)
+        held = places - max(0, self.room)
         short = self.headroom.near(held, self._widest, length, room) - places
         if short > 0:
             if self.near_positions is not None:
                 self.near_positions = pad(self.near_positions, (0, short), value=-1)
                 self.near_slots = pad(self.near_slots, (0, short))
             self.near_keys = pad(self.near_keys, (0, 0, 0, short))
-            self.near_room = places + short - held
+            self.room = places + short - held
 
     def pack_own(self, keys: Tensor, positions: Tensor, slots: Tensor, newest: Tensor, reach: int, length: int) -> None:
         """Keep of own keys [S, B, M, D] the sinks and those at most `reach` behind the newest, rows have
@@ -275,7 +266,7 @@ class Layer(LayerSlots):
         self.near_slots = pad(slots.gather(2, order).clamp(min=0), (0, short)).int()
         packed = keys.gather(2, order[..., None].expand(*order.shape, keys.shape[-1]))
         self.near_keys = pad(packed, (0, 0, 0, short)).contiguous()
-        self.near_room = capacity - most
+        self.room = capacity - most
 
     def relink_own(self, held: list[Tensor], newest: Tensor, reach: int | None, length: int) -> None:
         """Find the slots of own keys again, and drop those whose token is gone.
@@ -298,7 +289,7 @@ class Layer(LayerSlots):
 
     @property
     def _widest(self) -> int:
-        return max((max(head) for head in self.values.sizes), default=0)
+        return int(self.values.sizes.max(initial=0))
 
 
 @dataclass
@@ -307,12 +298,12 @@ class Table:
 
     Attributes:
         heads: their KV heads, in storage order.
-        sizes: [A][B] slots of each; keys and values lie the same way.
+        sizes: [A, B] slots of each; keys and values lie the same way. This and other counts are the host's.
         slots: [B, A] segments of positions, [S, 1] int32, -1 where a slot is empty; None: slot = position.
         scores: the same of float32, where scores are needed later.
-        held: [A][B] tokens of each; known only until a token is decoded.
-        budgets: [A][B] what decoding keeps of each; None until a prefill has decided.
-        targets: [A][B] what a prefill leaves of each, once decided.
+        held: [A, B] tokens of each; known only until a token is decoded.
+        budgets: [A, B] what decoding keeps of each; None until a prefill has decided.
+        targets: [A, B] what a prefill leaves of each, once decided.
         room: empty slots that every segment has at least.
         is_packed: these are every segment's last slots, and all others hold a token.
         has_holes: slots are not in order of position.
@@ -322,19 +313,18 @@ class Table:
     """
 
     heads: tuple[int, ...]
-    sizes: list[list[int]]
+    sizes: np.ndarray
     slots: Segments | None
     scores: Segments | None
-    held: list[list[int]]
-    budgets: list[list[int]] | None
-    targets: list[list[int]] | None = None
+    held: np.ndarray
+    budgets: np.ndarray | None
+    targets: np.ndarray | None = None
     room: int = 0
     is_packed: bool = False
     has_holes: bool = False
     new_slots: Tensor | int | None = None
     received: Tensor | None = None
     evicted: Tensor | None = None
-    _on_device: tuple[list[list[int]], Tensor] | None = field(init=False, default=None)  # budgets, and as a tensor
 
     def positions(self, units: Sequence[int] | None = None) -> Tensor:
         """[B, A, N] int64, -1 where a slot is empty; of some blocks, when told."""
@@ -343,12 +333,6 @@ class Table:
     def carried(self, units: Sequence[int] | None = None) -> Tensor:
         """[B, A, N] float32, the scores; of some blocks, when told."""
         return _some(self.scores.padded(0)[..., 0], units).transpose(0, 1)
-
-    def budget_counts(self) -> Tensor:
-        """[B, A] int64, the budgets on the device."""
-        if self._on_device is None or self._on_device[0] is not self.budgets:
-            self._on_device = self.budgets, torch.tensor(self.budgets, device=self.slots.data.device).t()
-        return self._on_device[1]
 
     def live(self) -> Tensor:
         """[A, B] int64, tokens of each."""
@@ -361,24 +345,18 @@ class Table:
 
     def over_target(self, index: int) -> bool:
         """A row of this block holds more than the prefill may leave of it."""
-        if self.targets is None:
-            return False
-        return any(have > most for have, most in zip(self.held[index], self.targets[index], strict=True))
+        return self.targets is not None and bool((self.held[index] > self.targets[index]).any())
 
     def count_room(self, at_budget: bool = False) -> None:
         """Note how many empty slots every segment has; `at_budget`: none holds more than its budget."""
-        held = self.budgets if at_budget else self.held
-        spare = [
-            size - have
-            for sizes, counts in zip(self.sizes, held, strict=True)
-            for size, have in zip(sizes, counts, strict=True)
-        ]
-        self.room = max(self.room, min(spare)) if at_budget else min(spare)
-        self.is_packed = not (at_budget or self.has_holes) and len(set(spare)) == 1
+        spare = self.sizes - (self.budgets if at_budget else self.held)
+        room = int(spare.min())
+        self.room = max(self.room, room) if at_budget else room
+        self.is_packed = not (at_budget or self.has_holes) and room == int(spare.max())
 
     def place(self, step: Step, count: int) -> None:
         """Choose the slots of a forward's tokens, T of them; `write` then puts their positions there."""
-        size = self.sizes[0][0]
+        size = int(self.sizes[0, 0])
         if self.slots is None:
             # A row of which nothing but padding was seen: what lands in its last slot is overwritten before it is read.
             self.new_slots = step.length - count if step.even else step.positions.remainder(size)[None]
@@ -388,7 +366,7 @@ class Table:
             self.new_slots = self.live()[..., None] + (step.positions >= 0).cumsum(dim=1) - 1
         elif self.is_packed:
             same = self.slots.is_rectangle
-            self.new_slots = (self.sizes[0][0] if same else self.slots.capacities.t()[..., None]) - self.room
+            self.new_slots = (size if same else self.slots.capacities.t()[..., None]) - self.room
         else:
             self.new_slots = self.slots.padded(EMPTY)[..., 0].argmin(dim=-1, keepdim=True)  # the first empty one
         self.room -= count
@@ -412,7 +390,7 @@ class Table:
         self.room += removed
         self.is_packed &= removed > 0
 
-    def resize(self, sizes: list[list[int]]) -> None:
+    def resize(self, sizes: np.ndarray) -> None:
         """More slots; what is held stays in its slot."""
         self.sizes = sizes
         if self.slots is not None:
@@ -431,18 +409,17 @@ class Table:
     def of_rows(self, rows: Tensor) -> "Table":
         """The table of some rows [n] int64, in that order."""
         if self.slots is None:
-            sizes = [[self.sizes[0][0]] * len(rows)] * len(self.sizes)
+            sizes = self.sizes[:, :1].repeat(len(rows), axis=1)
             return replace(self, sizes=sizes, held=sizes)
-        chosen = rows.tolist()
-        lists = {name: getattr(self, name) for name in FACTS[1:4] if getattr(self, name) is not None}
-        lists = {name: [[head[row] for row in chosen] for head in held] for name, held in lists.items()}
+        counts = {name: getattr(self, name) for name in COUNTS if getattr(self, name) is not None}
+        counts = {name: each[:, rows.tolist()] for name, each in counts.items()}
         scores = None if self.scores is None else self.scores.of_rows(rows)
-        return replace(self, slots=self.slots.of_rows(rows), scores=scores, **lists)
+        return replace(self, slots=self.slots.of_rows(rows), scores=scores, **counts)
 
     def repack(self, changes: dict[int, Change]) -> None:
         """Give some blocks, by their place, new slots."""
         self.slots = repacked(self.slots, changes, fill=-1)
-        self.sizes = list(map(list, self.slots.sizes))
+        self.sizes = self.slots.sizes
         if self.scores is not None:
             self.scores = repacked(self.scores, changes)
         for place, (chosen, _) in changes.items():
@@ -456,7 +433,7 @@ class Table:
         return {name: part.data for name, part in parts.items() if part is not None}
 
     def facts(self) -> dict[str, Any]:
-        """What else there is to know, as JSON."""
+        """What else there is to know."""
         return {name: getattr(self, name) for name in FACTS}
 
 
@@ -467,6 +444,6 @@ def _some(rows: Tensor, chosen: Sequence[int] | None) -> Tensor:
 
 def _views(segments: Segments) -> Iterator[tuple[tuple[slice, slice, slice], Tensor]]:
     """Views [h, b, C] of segments of single numbers, each with its place in the padded [H, B, N]."""
-    for piece in segments.pieces():
+    for piece in segments.pieces:
         heads, rows = slice(piece.head, piece.head + piece.heads), slice(piece.row, piece.row + piece.rows)
         yield (heads, rows, slice(piece.capacity)), segments.view(piece)[..., 0]

@@ -6,11 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from pod.cache.chain import ChainStorage
-from pod.cache.rows import Rows, Step, real_tokens, strides
-from pod.cache.storage import Anchors, Rotary, Storage
+from pod.cache.storage import Anchors, Rotary, Rows, Step, Storage, real_tokens, strides, widened
 
 
 class RowRuns(Storage):
@@ -71,9 +69,7 @@ class RowRuns(Storage):
 
     def positions(self, layer: int) -> Tensor:
         self._count()
-        parts = [chain.positions(layer) for _, chain in self._runs]
-        widest = max(part.shape[2] for part in parts)
-        return torch.cat([pad(part, (0, widest - part.shape[2]), value=-1) for part in parts])
+        return torch.cat(widened([chain.positions(layer) for _, chain in self._runs]))
 
     def storages(self) -> list[Tensor]:
         return [tensor for _, chain in self._runs for tensor in chain.storages()]

@@ -26,20 +26,18 @@ dimension.
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import groupby, islice
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers.configuration_utils import PreTrainedConfig
 
 from pod.blocks import Unit
 from pod.cache.keep import Decision, Window
-from pod.cache.layer import OWN, VECTORS, Headroom, Layer, Table
-from pod.cache.rows import Rows, Step
-from pod.cache.storage import Anchors, Rotary, Storage, broken_off
+from pod.cache.layer import COUNTS, OWN, VECTORS, Headroom, Layer, Table
+from pod.cache.storage import Anchors, Rotary, Rows, Step, Storage, broken_off, oldest_first, widened
 from pod.eviction import Eviction, Method, ReadSelector
 from pod.eviction.base import runs_of
 from pod_kernels import (
@@ -49,11 +47,12 @@ from pod_kernels import (
     cached_attention,
     paged_attention,
     refresh_pages,
+    shared_score_attention,
 )
 from pod_kernels.dispatch import runs_triton
 from pod_kernels.pages import page_bounds
 from pod_kernels.quantized import dequantized
-from pod_kernels.segments import Change, Chosen, on_device
+from pod_kernels.segments import Change, Chosen, KeptOnDevice
 
 FLAGS = ("is_frozen", "is_settled", "decoded", "added")
 
@@ -70,7 +69,7 @@ class SlotStorage(Storage):
     Attributes:
         policy: what evicts; None where everything is kept.
         selector: what chooses the pages that a decoded token reads; None reads all.
-        indices: [H_kv] int64 of each layer, the KV heads that it stores in their order there; None: as they are.
+        on_device: what the host knows, where the tokens are.
         layers: what each layer holds; None before its first token.
         tables: by anchor layer.
         workspace: [H_kv, B, G, 1, W] float32, the scores that anchors leave during one step.
@@ -99,6 +98,7 @@ class SlotStorage(Storage):
             self.orders = tuple(order[:count] for order, count in zip(layout.orders, layout.num_anchors, strict=True))
         self.evicts_at_steps = self.policy is not None and method.when > 0 and method.query_aware
         most_own = config.sink_size + config.recent_size + (0 if self.evicts_at_steps else crop_slack)
+        self._all_heads = tuple(range(config.num_key_value_heads))
         self.leaves_scores = any(layout.score_heads)
         self._ring_size = config.recent_size + crop_slack
         self.headroom = Headroom(max_length, method.when if self.evicts_at_steps else 0, most_own)
@@ -109,7 +109,7 @@ class SlotStorage(Storage):
         self.layers: list[Layer | None] = [None] * len(self.orders)
         self.tables: dict[int, Table] = {}
         self.workspace: Tensor | None = None
-        self.indices: list[Tensor | None] = []
+        self.on_device = KeptOnDevice()
         self.decision = None if self.policy is None else Decision(self.config, self.policy, self)
         self.chosen: dict[Unit, Chosen] = {}  # of blocks whose later layers are still to come, what to copy of them
         self.is_frozen = False
@@ -130,50 +130,46 @@ class SlotStorage(Storage):
         return {f"{whose}.{name}": tensor for whose, parts in held.items() for name, tensor in parts.items()}
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        layers = [{"sizes": layer.values.sizes, "near_room": layer.near_room} for _, layer in self._stored()]
+        layers = [{"sizes": layer.values.sizes, "near_room": layer.room} for _, layer in self._stored()]
         tables = {index: table.facts() for index, table in self.tables.items()}
         used = None
         if self.policy is None and self.quantization is None:  # what is not used is not written
             used = self.rows.longest
             for facts in (*layers, *tables.values()):
-                facts |= {"sizes": [[used] * len(row) for row in facts["sizes"]]}
+                facts["sizes"] = np.full_like(facts["sizes"], used)
         flags = {name: getattr(self, name) for name in FLAGS}
         return self._tensors(used), {"layers": layers, "tables": tables, "flags": flags}
 
     def restore(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
         batch = len(self.rows.seen)
-        self.indices = self._indices_on(self.rows.lengths.device)
         for index, layer in enumerate(facts["layers"]):
-            name, anchors, sizes = f"layers.{index}", self.num_anchors[index], layer["sizes"]
+            name, anchors = f"layers.{index}", self.num_anchors[index]
+            sizes = np.array(layer["sizes"], dtype=np.int64).reshape(-1, batch)
             own = {part: tensors[f"{name}.{part}"] for part in OWN if f"{name}.{part}" in tensors}
             parts = {
-                part: self._restored(f"{name}.{part}", sizes if part == "values" else sizes[:anchors], batch, tensors)
+                part: self._restored(f"{name}.{part}", sizes if part == "values" else sizes[:anchors], tensors)
                 for part in VECTORS
             }
             pages = tensors.get(f"{name}.pages")
             if pages is not None:
-                width = len(pages) // max(1, anchors * batch)
-                pages = Segments.of([[width] * batch] * anchors, batch, pages)
-            self.layers[index] = self._layer(index, **parts, **own, near_room=layer["near_room"], pages=pages)
+                pages = Segments.of(np.full((anchors, batch), len(pages) // max(1, anchors * batch)), batch, pages)
+            self.layers[index] = self._layer(index, **parts, **own, room=layer["near_room"], pages=pages)
         for name, table in facts["tables"].items():
-            known = {"slots": None, "scores": None}
-            if self.policy is not None:
-                known["slots"] = Segments.of(table["sizes"], batch, tensors[f"tables.{name}.slots"])
-            if f"tables.{name}.scores" in tensors:
-                known["scores"] = Segments.of(table["sizes"], batch, tensors[f"tables.{name}.scores"])
-            self.tables[int(name)] = Table(**known | table | {"heads": tuple(table["heads"])})
+            table |= {part: None if table[part] is None else np.array(table[part]) for part in COUNTS}
+            slots = None if self.policy is None else tensors[f"tables.{name}.slots"]
+            for part, held in (("slots", slots), ("scores", tensors.get(f"tables.{name}.scores"))):
+                table[part] = None if held is None else Segments.of(table["sizes"], batch, held)
+            self.tables[int(name)] = Table(**table | {"heads": tuple(table["heads"])})
         for name, value in facts["flags"].items():
             setattr(self, name, value)
         if self.policy is None and (self.headroom.max_length or 0) > self.rows.longest:
             self._grow(list(self.tables), 0, self.rows.longest)
 
-    def _restored(
-        self, name: str, sizes: list[list[int]], batch: int, tensors: dict[str, Tensor]
-    ) -> Segments | QuantizedSegments:
+    def _restored(self, name: str, sizes: np.ndarray, tensors: dict[str, Tensor]) -> Segments | QuantizedSegments:
         if f"{name}.codes" not in tensors:
-            return Segments.of(sizes, batch, tensors[name])
+            return Segments.of(sizes, sizes.shape[1], tensors[name])
         parts = {part: tensors[f"{name}.{part}"] for part in QuantizedSegments.NAMES}
-        return QuantizedSegments(self.quantization, name.endswith("keys"), tuple(map(tuple, sizes)), batch, **parts)
+        return QuantizedSegments(self.quantization, name.endswith("keys"), sizes, **parts)
 
     def positions(self, layer: int) -> Tensor:
         anchors = self.layout.anchors[layer]
@@ -181,16 +177,12 @@ class SlotStorage(Storage):
             column = torch.arange(self.rows.longest, device=self.rows.lengths.device)
             kept = torch.where(column < self.rows.lengths[:, None], column, -1)
             return kept[:, None].expand(-1, len(anchors), -1)
-        last = torch.iinfo(torch.long).max
-        rows = []
-        for head, anchor in enumerate(anchors):
-            rows.append(self.tables[anchor].positions([self.layout.places[anchor, head]])[:, 0])
-        widest = max(row.shape[1] for row in rows)
-        rows = [pad(row, (0, widest - row.shape[1]), value=-1) for row in rows]
-        held = torch.stack(rows, dim=1)
-        held = torch.where(held < 0, last, held).sort(dim=-1).values
-        held = held[..., : int((held != last).sum(dim=-1).max())]
-        return held.masked_fill(held == last, -1)
+        rows = [
+            self.tables[anchor].positions([self.layout.places[anchor, head]])[:, 0]
+            for head, anchor in enumerate(anchors)
+        ]
+        held = oldest_first(torch.stack(widened(rows), dim=1))
+        return held[..., : int((held >= 0).sum(dim=-1).max())]
 
     def _stored(self) -> list[tuple[int, Layer]]:
         return [(index, layer) for index, layer in enumerate(self.layers) if layer is not None]
@@ -200,14 +192,17 @@ class SlotStorage(Storage):
         units = self.layout.units[layer][: len(self.orders[layer])]
         return [(self.tables[unit[0]], self.layout.places[unit]) for unit in units]
 
+    def _sizes(self, layer: int) -> np.ndarray:
+        """[H_kv, B] slots of a layer's heads, in storage order."""
+        sizes = [table.sizes[place] for table, place in self._places(layer)]
+        return np.array(sizes, dtype=np.int64).reshape(-1, len(self.rows.seen))
+
     # ------------------------------------------------------------------ between two forwards
 
-    def _indices_on(self, device: torch.device) -> list[Tensor | None]:
-        """`indices` on the device, in one copy."""
-        heads = range(self.config.num_key_value_heads)
-        moved = [layer for layer, order in enumerate(self.orders) if order != tuple(heads)]
-        there = dict(zip(moved, on_device([np.array(self.orders[layer]) for layer in moved], device), strict=True))
-        return [there.get(layer) for layer in range(len(self.orders))]
+    def index(self, layer: int, device: torch.device) -> Tensor | None:
+        """[H_kv] int64, the KV heads that a layer stores in their order there; None: as they are."""
+        order = self.orders[layer]
+        return None if order == self._all_heads else self.on_device(order, device)
 
     def select_rows(self, rows: Tensor) -> None:
         for _, layer in self._stored():
@@ -245,8 +240,6 @@ class SlotStorage(Storage):
         lengths = self.rows.lengths
         self.added -= removed
         self._forget(lengths, removed)
-        for _, layer in self._stored():
-            self._refresh_pages(layer, (lengths - 1).clamp(min=0), lengths, 1)
 
     def _forget(self, lengths: Tensor, removed: int) -> None:
         """Mark the positions from `lengths` [B] on as empty; `removed` as `Table.crop`."""
@@ -255,6 +248,7 @@ class SlotStorage(Storage):
         for _, layer in self._stored():
             if layer.near_positions is not None:
                 layer.near_positions.masked_fill_(layer.near_positions >= lengths[:, None], -1)
+            self._refresh_pages(layer, (lengths - 1).clamp(min=0), lengths, 1)
 
     def rollback(self) -> None:
         rows, step = self.rows, self.step
@@ -267,8 +261,6 @@ class SlotStorage(Storage):
         if self.acts or self.quantization is not None:
             raise broken_off()
         self._forget(step.before, 0)
-        for _, layer in self._stored():
-            self._refresh_pages(layer, (step.before - 1).clamp(min=0), step.before, 1)
         for table in self.tables.values():
             table.room += 0 if table.new_slots is None else self.count
             table.new_slots = table.received = table.evicted = None
@@ -290,31 +282,24 @@ class SlotStorage(Storage):
 
     def host_state(self) -> tuple:
         """What the host counts of the tokens stored."""
-        return self.step, self.decoded, self.added, self._rooms()
+        return self.step, self.decoded, self.added, [part.room for part in self._counted()]
 
     def set_host_state(self, state: tuple) -> None:
         """Put back what `host_state` said."""
         self.step, self.decoded, self.added, rooms = state
-        self._set_rooms(rooms)
+        for part, room in zip(self._counted(), rooms, strict=True):
+            part.room = room
 
     def advance(self) -> None:
         """Count one token more in every row, which a CUDA graph stores."""
         self.decoded += 1
         self.added += 1
-        self._set_rooms([room - 1 for room in self._rooms()])
+        for part in self._counted():
+            part.room -= 1
 
-    def _rooms(self) -> list[int]:
-        """What the host counts down with every token: the room of each table, and for own keys of each layer."""
-        tables = [table.room for table in self.tables.values()]
-        return tables + [layer.near_room for _, layer in self._stored() if len(layer.near_keys)]
-
-    def _set_rooms(self, rooms: list[int]) -> None:
-        left = iter(rooms)
-        for table in self.tables.values():
-            table.room = next(left)
-        for _, layer in self._stored():
-            if len(layer.near_keys):
-                layer.near_room = next(left)
+    def _counted(self) -> list[Table | Layer]:
+        """What has room that the host counts down with every token: for blocks, and for own keys."""
+        return [*self.tables.values(), *(layer for _, layer in self._stored())]
 
     # ------------------------------------------------------------------ one forward
 
@@ -352,8 +337,7 @@ class SlotStorage(Storage):
 
     def begin(self, step: Step, inputs: Tensor, rotary: Rotary) -> None:
         self.step, self.count = step, step.positions.shape[1]
-        if step.is_first:
-            self.indices = self._indices_on(inputs.device)
+        self.rotary = partial(rotary, inputs[:, :1].detach())
         if self.has_share and self.rows.budgets is None and not self.in_prefill:
             self.take_share([seen + new for seen, new in zip(step.seen, step.new, strict=True)])
         self.is_decoding = self.count == 1 and not step.is_first and not self.in_prefill
@@ -363,9 +347,9 @@ class SlotStorage(Storage):
             self.decision.begin()
         if self.policy is None:  # what a failed forward left is overwritten
             for table in self.tables.values():
-                table.room = table.sizes[0][0] - self.rows.longest
+                table.room = int(table.sizes[0, 0]) - self.rows.longest
             for _, layer in self._stored():
-                layer.near_room = layer.near_keys.shape[2] - self.rows.longest
+                layer.room = layer.near_keys.shape[2] - self.rows.longest
         if self.count == 1 and not step.is_first and self._is_full:
             self._make_room_for_one()
 
@@ -394,7 +378,8 @@ class SlotStorage(Storage):
                 if acts:
                     decision.observe(layer, seen)
             if step.is_first:
-                out = step.attend_prompt(self.config, q, k, v, anchors, scale)
+                sizes = {"sink_size": self.config.sink_size, "recent_size": self.config.recent_size}
+                out = shared_score_attention(q, k, v, *anchors, **sizes, scale=scale, lengths=step.counts)
             elif self.shares_kv:
                 out = self._attend_anchors(layer, q.detach(), scale)
             else:
@@ -481,10 +466,11 @@ class SlotStorage(Storage):
             held, scores = table.slots, table.scores
             table.room -= 1
             table.is_packed &= self.step.all_real
-        stored.near_room -= 1
+        stored.room -= 1
         if self.policy is None:
             if len(stored.order) < k.shape[1]:
-                k, v = k[:, self.indices[layer]], v[:, self.indices[layer]]
+                index = self.index(layer, k.device)
+                k, v = k[:, index], v[:, index]
             append(stored, k.detach(), v.detach(), self.step.positions)
             return
         if stored.num_anchors < len(stored.order):
@@ -510,7 +496,7 @@ class SlotStorage(Storage):
 
     def _ordered(self, new: Tensor, layer: int) -> Tensor:
         """[B, H_kv, T, D] -> [H_kv, B, T, D] in storage order, a view where that is the order of the heads."""
-        new, index = new.detach().transpose(0, 1), self.indices[layer]
+        new, index = new.detach().transpose(0, 1), self.index(layer, new.device)
         return new if index is None else new[index]
 
     def _refresh_pages(self, layer: Layer, before: Tensor, after: Tensor, most: int) -> None:
@@ -597,7 +583,7 @@ class SlotStorage(Storage):
     def _scores(self, q: Tensor, known: Layer) -> Tensor:
         """The workspace, wide enough for this layer; what anchors before it have left stays."""
         heads, batch = len(known.order), q.shape[0]
-        old, width = self.workspace, max(map(max, known.values.sizes))
+        old, width = self.workspace, known.values.widest
         if old is None or old.shape[1] != batch or old.shape[-1] < width or old.device != q.device:
             shape = (heads, batch, self.groups, 1, width)
             self.workspace = torch.empty(shape, dtype=torch.float32, device=q.device)
@@ -608,6 +594,10 @@ class SlotStorage(Storage):
     def keys(self, layer: int) -> Tensor:
         """[A, B, N, D] of a layer's anchor heads, in full precision."""
         return dequantized(self.layers[layer].keys).padded(0)
+
+    def values(self, layer: int) -> Tensor:
+        """[A, B, N, D] of a layer's anchor heads, in full precision; N is that of `keys` or more."""
+        return dequantized(self.layers[layer].values).padded(0)[: self.num_anchors[layer]]
 
     def _anchor_keys(self, unit: Unit) -> tuple[Segments, int]:
         """Segments of a block's keys in full precision, and its head in them."""
@@ -625,9 +615,8 @@ class SlotStorage(Storage):
                 method.choose(page_bounds(asked[:, rows], pages[:, rows, :used]), step.positions[rows])
                 for method, rows in runs_of(self.selector, self.rows.budgets)
             ]
-            read, widest = parts[0], max(part.shape[2] for part in parts)
-            if len(parts) > 1:  # rows whose shares of their prompts differ
-                read = torch.cat([pad(part, (0, widest - part.shape[2]), value=-1) for part in parts], dim=1)
+            # Several parts are rows whose shares of their prompts differ.
+            read = parts[0] if len(parts) == 1 else torch.cat(widened(parts), dim=1)
             step.read.update({(layer, head): read[place] for place, head in enumerate(stored.order[:anchors])})
 
     # ------------------------------------------------------------------ what a prompt leaves
@@ -637,8 +626,10 @@ class SlotStorage(Storage):
         step, anchors, units = self.step, self.num_anchors[layer], self.layout.units[layer]
         keys, values = self._ordered(k, layer), self._ordered(v, layer)
         if anchors:
-            chosen, scores, budgets = self.decision.of_prompt(layer, seen, keys[:anchors], step.positions)
-            counts = [one.counts for one in chosen]
+            chosen, scores, budgets = self.decision.of_prompt(
+                layer, seen, keys[:anchors], values[:anchors], step.positions
+            )
+            counts = np.stack([one.counts for one in chosen])
             sizes = self.headroom.evicted(counts, budgets, step.length)
             table = self._new_table(layer, sizes, counts, budgets, has_scores=True)
             for index, one in enumerate(chosen):
@@ -683,13 +674,13 @@ class SlotStorage(Storage):
         step, table, anchors = self.step, self.tables.get(layer), self.num_anchors[layer]
         count = self.count if self.policy is not None else step.length - self.rows.longest
         if anchors and table is None:
-            held = [[0] * len(step.before) for _ in range(anchors)]
+            held = np.zeros((anchors, len(step.before)), dtype=np.int64)
             sizes = self.headroom.grown(held, count, step.length)
             has_scores = self.policy is not None and self.policy.scores_stay is not None
             self._new_table(layer, sizes, held, None, has_scores)
         elif anchors and self.count > 1 and table.has_holes:
             chosen = [Chosen.of(held >= 0, held) for held in table.positions().unbind(dim=1)]
-            sizes = self.headroom.grown([one.counts for one in chosen], count, step.length)
+            sizes = self.headroom.grown(np.stack([one.counts for one in chosen]), count, step.length)
             changes = zip(chosen, sizes, strict=True)
             changes = {(layer, head): change for head, change in zip(table.heads, changes, strict=True)}
             self._repack(changes, step.before - 1, self.config.recent_size - 1 if self.acts else None, step.length)
@@ -702,31 +693,31 @@ class SlotStorage(Storage):
         """More slots for the blocks anchored in some layers; what they hold stays in the slots where it is."""
         tables = [self.tables[anchor] for anchor in anchors]
         if self.policy is None:
-            held = [[self.rows.longest] * len(sizes) for table in tables for sizes in table.sizes]
+            held = np.full((sum(len(table.heads) for table in tables), len(self.rows.seen)), self.rows.longest)
         else:
-            held = torch.cat([table.live() for table in tables]).tolist()
-        wanted = iter(zip(held, self.headroom.grown(held, count, length), strict=True))
-        for anchor, table in zip(anchors, tables, strict=True):
-            table.held, wider = map(list, zip(*islice(wanted, len(table.heads)), strict=True))
-            table.resize([list(map(max, *pair)) for pair in zip(table.sizes, wider, strict=True)])
+            held = np.array(torch.cat([table.live() for table in tables]).tolist())
+        ends = np.cumsum([len(table.heads) for table in tables])[:-1]
+        parts = (np.split(each, ends) for each in (held, self.headroom.grown(held, count, length)))
+        for anchor, table, mine, wanted in zip(anchors, tables, *parts, strict=True):
+            table.held = mine
+            table.resize(np.maximum(table.sizes, wanted))
             self.layers[anchor].resize("keys", table.sizes)
             if self.selector is not None:
-                pages = [[self.selector.pages(size) for size in sizes] for sizes in table.sizes]
-                self.layers[anchor].resize("pages", pages)
+                self.layers[anchor].resize("pages", self.selector.pages(table.sizes))
             table.count_room()
         for index, layer in self._stored():
-            layer.resize("values", [table.sizes[place] for table, place in self._places(index)])
+            layer.resize("values", self._sizes(index))
 
     def _new_table(
         self,
         layer: int,
-        sizes: list[list[int]],
-        held: list[list[int]],
-        budgets: list[list[int]] | None,
+        sizes: np.ndarray,
+        held: np.ndarray,
+        budgets: np.ndarray | None,
         has_scores: bool,
     ) -> Table:
         heads = self.layout.orders[layer][: self.num_anchors[layer]]
-        batch, device, slots, scores = len(sizes[0]), self.step.positions.device, None, None
+        batch, device, slots, scores = sizes.shape[1], self.step.positions.device, None, None
         if self.policy is not None:
             slots = Segments.packed(sizes, batch, 1, dtype=torch.int32, fill=-1, device=device)
         if has_scores:
@@ -740,27 +731,28 @@ class SlotStorage(Storage):
         anchors, heads, own, pages = self.num_anchors[layer], len(self.orders[layer]), {}, None
         batch, dim = like.shape[1], like.shape[3]
         options = {"dtype": like.dtype, "device": like.device}
-        sizes = [table.sizes[index] for table, index in self._places(layer)]
+        sizes = self._sizes(layer)
         places, length = 0, self.step.length
         if self.policy is None:
             if heads > anchors:
-                places = self.headroom.near(min(length, self.headroom.most_near), sizes[0][0], length)
+                places = self.headroom.near(min(length, self.headroom.most_near), int(sizes[0, 0]), length)
         else:
             empty = torch.empty(heads - anchors, batch, 0, dtype=torch.int32, device=like.device)
             own = {"near_positions": empty, "near_slots": empty}
         if self.selector is not None:
-            width = [[self.selector.pages(size) for size in rows] for rows in sizes[:anchors]]
-            pages = Segments.packed(width, batch, 2 * dim, **options)
+            pages = Segments.packed(self.selector.pages(sizes[:anchors]), batch, 2 * dim, **options)
         near_keys = like.new_zeros(heads - anchors, batch, places, dim)
         values, keys = (Segments.packed(part, batch, dim, **options) for part in (sizes, sizes[:anchors]))
         return self._layer(layer, values=values, keys=keys, near_keys=near_keys, pages=pages, **own)
 
     def _layer(self, layer: int, **parts: Any) -> Layer:
+        # Under `share: kv` the anchors' heads are the layer's.
         order = tuple(range(self.num_anchors[layer])) if self.shares_kv else self.orders[layer]
+        index = None if self.shares_kv else self.index(layer, parts["near_keys"].device)
         ring_size = self._ring_size if self.policy is None else 0
         known = {"sink_size": self.config.sink_size, "recent_size": self.config.recent_size, "ring_size": ring_size}
         known |= {"headroom": self.headroom, "quantization": self.quantization}
-        return Layer(order, self.num_anchors[layer], **parts, **known)
+        return Layer(order, self.num_anchors[layer], **parts, **known, index=index)
 
     # ------------------------------------------------------------------ fewer tokens
 

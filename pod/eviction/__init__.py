@@ -1,11 +1,11 @@
 """Eviction methods: which tokens the cache keeps. `pod.PodCache(config, eviction=pod.eviction.SnapKV(budget=4096))`.
 
-base.py                what a method says: how important a token is, how many are kept where, and when
-observation.py         what a layer's last queries attended to, of which scores are made
-snapkv.py, pyramidkv.py, adakv.py, sagekv.py, h2o.py, tova.py, cake.py    one method each, by scores
+base.py                what a method says, three kinds of it, and what it is shown: what the last queries attended to
+snapkv.py, pyramidkv.py, adakv.py, sagekv.py, h2o.py, tova.py, cake.py, chunkkv.py    one method each, by scores
+expected.py            Expected Attention: scores by the moments of the prompt's queries
+keys.py                Knorm, KeyDiff, LagKV: scores of what is stored, without queries
 combined.py            one method's scores under another's allocation
-chain.py               methods that keep tokens by their places: which chain, in which strides
-streaming.py, cascade.py    those
+streaming.py, cascade.py    methods that keep tokens by their places
 quest.py               keeps all, and chooses what a step reads
 
 A further method that gives scores or allocates takes at most five steps:
@@ -29,13 +29,24 @@ from dataclasses import MISSING, fields
 from typing import Any, get_type_hints
 
 from pod.eviction.adakv import AdaKV
-from pod.eviction.base import Eviction, Method, ReadSelector, Sharing, Stage, accepted_types
+from pod.eviction.base import (
+    Chain,
+    ChainPolicy,
+    Eviction,
+    Method,
+    Observation,
+    ReadSelector,
+    Sharing,
+    Stage,
+    accepted_types,
+)
 from pod.eviction.cake import CAKE
 from pod.eviction.cascade import Cascade
-from pod.eviction.chain import Chain, ChainPolicy
+from pod.eviction.chunkkv import ChunkKV
 from pod.eviction.combined import Combined
+from pod.eviction.expected import ExpectedAttention
 from pod.eviction.h2o import H2O
-from pod.eviction.observation import Observation
+from pod.eviction.keys import KeyDiff, Knorm, LagKV
 from pod.eviction.pyramidkv import PyramidKV
 from pod.eviction.quest import Quest
 from pod.eviction.sagekv import SageKV
@@ -51,6 +62,11 @@ METHODS: dict[str, type] = {
     "tova": TOVA,
     "cake": CAKE,
     "sagekv": SageKV,
+    "chunkkv": ChunkKV,
+    "expectedattention": ExpectedAttention,
+    "knorm": Knorm,
+    "keydiff": KeyDiff,
+    "lagkv": LagKV,
     "streamingllm": StreamingLLM,
     "lminfinite": LMInfinite,
     "cascade": Cascade,
@@ -248,9 +264,14 @@ __all__ = [
     "Cascade",
     "Chain",
     "ChainPolicy",
+    "ChunkKV",
     "Combined",
     "Eviction",
+    "ExpectedAttention",
+    "KeyDiff",
+    "Knorm",
     "LMInfinite",
+    "LagKV",
     "Method",
     "Observation",
     "PyramidKV",

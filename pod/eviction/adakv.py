@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,10 +42,9 @@ class AdaKV(SnapKV):
         if not 0 <= self.alpha <= 1:
             raise ValueError(f"AdaKV: alpha must be between 0 and 1, got {self.alpha}")
 
-    def allocate(self, sharing: Sharing) -> list[list[list[int]]]:
+    def allocate(self, sharing: Sharing) -> list[np.ndarray]:
         stage = sharing.stages[-1]
-        counts = [earlier.budgets for earlier in sharing.stages[:-1]]
-        counts.append([[self.budget] * len(sharing.seen) for _ in stage.heads])
+        counts = [earlier.budgets for earlier in sharing.stages[:-1]] + super().allocate(sharing)[-1:]
         sizes = [sharing.blocks.layout().sizes[stage.layer, head] for head in stage.heads]
         for size in sorted(set(sizes)):
             rivals = [index for index, other in enumerate(sizes) if other == size]
@@ -57,7 +57,7 @@ class AdaKV(SnapKV):
                     continue
                 shares = share_out(each, wins[row].tolist(), room[row].tolist(), self.alpha)
                 for index, share in zip(rivals, shares, strict=True):
-                    counts[-1][index][row] = always + share
+                    counts[-1][index, row] = always + share
         return counts
 
 

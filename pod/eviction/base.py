@@ -1,21 +1,32 @@
-"""What an eviction method says: how important each token is, how many are kept where, and when.
+"""What an eviction method says: which tokens are kept, where and when; and what it is shown.
 
-Legend: B rows, A KV heads anchored in a layer (all of them in a dense model), N slots.
+There are three kinds. `Eviction` gives scores to tokens, made of what a layer's last queries attended to
+(`Observation`). `ChainPolicy` keeps tokens by their places: first tokens, and behind them a chain of sub-caches (one: a
+window). `ReadSelector` keeps all, and chooses what a step reads.
+
+Legend: B rows, A KV heads anchored in a layer (all of them in a dense model), G query heads per KV head, q queries, N
+slots, D head dimension.
 """
 
 import types
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from functools import lru_cache
 from itertools import groupby
 from typing import ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
+import numpy as np
+import torch
+import torch.nn.functional as F
 from torch import Tensor
+from transformers.configuration_utils import PreTrainedConfig
 
 from pod.blocks import LayerBlocks
-from pod.eviction.observation import Observation
+
+POSITIONS = ("cache", "absolute")
 
 
 class Method(ABC):
@@ -74,26 +85,137 @@ def _runs_of(method: Method, budgets: tuple[int, ...]) -> list[tuple[Method, sli
 
 
 @dataclass
+class Observation:
+    """What a layer's last queries attended to, which is what scores are made of.
+
+    Of a prefill it is computed when it is asked for. Where kernels run, `sums`, `variances` and `entropies` are added
+    up without the weights: a method should ask for these where they say it.
+
+    Attributes:
+        weights: [B, A, G, q, N] float32, softmax over all keys that a query sees; zero for padding.
+        positions: [B, A, N] int64, the position that each slot holds, -1 where it is empty.
+        newest: [B] int64, the position of each row's newest token.
+        in_order: slots are in order of position (empty ones at either end).
+        decoding: one new token, after a prefill.
+        asked: [B] int64, how many of the queries are no padding; None where all are.
+        stored: "keys" or "values" -> [B, A, N, D] of the anchor, as they are stored; behind `keys` and `values`.
+    """
+
+    weights: Tensor
+    positions: Tensor
+    newest: Tensor
+    in_order: bool
+    decoding: bool
+    asked: Tensor | None = None
+    stored: Callable[[str], Tensor] | None = None
+
+    @property
+    def keys(self) -> Tensor:
+        """[B, A, N, D] float32, the tokens' keys after RoPE; of an empty slot without meaning."""
+        return self.stored("keys").float()
+
+    @property
+    def values(self) -> Tensor:
+        """[B, A, N, D] float32, likewise; in a block those of its anchor's layer."""
+        return self.stored("values").float()
+
+    def expected_logits(self, future: int) -> Tensor:
+        """[B, A, G, N] float32: log of the mean exponential logit of queries at the next `future` positions.
+
+        They are drawn like the prefill's own, of the moments from `Eviction.moments_from` on, and rotated to the mean
+        of these positions. Of a prefill alone.
+        """
+        raise ValueError("the moments of queries are known after a prefill alone")
+
+    @property
+    def count(self) -> int:
+        """q, padding included."""
+        return self.weights.shape[3]
+
+    def sums(self) -> Tensor:
+        """[B, A, G, N] the weights' sum over the queries."""
+        return self.weights.sum(dim=3)
+
+    def means(self) -> Tensor:
+        """[B, A, G, N] the weights' mean over the queries that are no padding."""
+        if self.asked is None:
+            return self.sums() / self.count
+        return self.sums() / self.asked.clamp(min=1)[:, None, None, None]
+
+    def variances(self) -> Tensor:
+        """[B, A, G, N] the weights' unbiased variance over the queries that are no padding, 0 for a single one."""
+        spread = self._spread()
+        if self.asked is None:
+            return spread
+        # Padding's weights are 0: they are in the mean that the spread is around, and in no sum of squares.
+        count, asked, sums = self.count, self.asked[:, None, None, None], self.sums()
+        squares = spread * (count - 1) + sums.square() / count
+        own = (squares - sums.square() / asked.clamp(min=1)).clamp(min=0) / (asked - 1).clamp(min=1)
+        return torch.where(asked == count, spread, own * (asked > 1))
+
+    def _spread(self) -> Tensor:
+        """[B, A, G, N] the variance with padding counted as queries."""
+        return self.weights.var(dim=3) if self.count > 1 else torch.zeros_like(self.weights[..., 0, :])
+
+    def entropies(self) -> Tensor:
+        """[B, A, G, N] the sum of - w log(w + 1e-10) over the queries."""
+        return -(self.weights * (self.weights + 1e-10).log()).sum(dim=3)
+
+    def prefix(self, window: int) -> Tensor:
+        """[B, A, N] bool: tokens before the last `window` of their row."""
+        return (self.positions >= 0) & (self.positions <= self.newest[:, None, None] - window)
+
+    def pooled(self, scores: Tensor, window: int, kernel_size: int, pooling: str) -> Tensor:
+        """Pool scores over neighbours in the order of positions, the window left out.
+
+        Args:
+            scores: [B, A, N], or [B, A, G, N] to pool each query head.
+            window: the last tokens of each row, which are no one's neighbours.
+            kernel_size: an odd number of tokens; beyond the ends stands 0 for "avg" (counted), nothing for "max".
+            pooling: "max" or "avg".
+
+        Returns:
+            The same shape; 0 outside the prefix.
+        """
+        prefix = self.prefix(window)
+        order = None
+        if not self.in_order:
+            last = torch.iinfo(torch.long).max
+            order = torch.where(prefix, self.positions, last).argsort(dim=-1)
+        if scores.dim() == 4:
+            prefix = prefix[:, :, None].expand(scores.shape)
+            order = order if order is None else order[:, :, None].expand(scores.shape)
+        flat = scores.masked_fill(~prefix, 0 if pooling == "avg" else -torch.inf)
+        flat = flat if order is None else flat.gather(-1, order)
+        pool = F.avg_pool1d if pooling == "avg" else F.max_pool1d
+        lines = flat.flatten(0, -2)[:, None]
+        flat = pool(lines, kernel_size, stride=1, padding=kernel_size // 2)[:, 0].view(flat.shape)
+        if order is not None:
+            flat = torch.empty_like(flat).scatter_(-1, order, flat)
+        return flat.masked_fill(~prefix, 0)
+
+
+@dataclass
 class Stage:
     """One layer's part in sharing the budget; a prefill goes through one for each layer that has anchors.
 
     Attributes:
         layer: its index.
         heads: the KV heads anchored there, A of them.
-        held: [A][B] tokens that each holds.
+        held: [A, B] tokens that each holds, on the host.
         scores: [B, A, N] of the layer whose stage it is, in order of position; None for the layers before it.
         candidates: [B, A, N] bool, the tokens that are not always kept; None for the layers before it.
         preference: [B] what `Eviction.preference` said; None for methods without.
-        budgets: [A][B] what `Eviction.allocate` said last; None for the layer whose stage it is.
+        budgets: [A, B] what `Eviction.allocate` said last; None for the layer whose stage it is.
     """
 
     layer: int
     heads: tuple[int, ...]
-    held: list[list[int]]
+    held: np.ndarray
     scores: Tensor | None
     candidates: Tensor | None
     preference: list[float] | None
-    budgets: list[list[int]] | None = None
+    budgets: np.ndarray | None = None
 
     def of_rows(self, rows: slice) -> "Stage":
         """The same of some rows."""
@@ -102,7 +224,7 @@ class Stage:
         return replace(
             self,
             **{name: None if line is None else line[rows] for name, line in lines.items()},
-            **{name: None if heads is None else [head[rows] for head in heads] for name, heads in units.items()},
+            **{name: None if heads is None else heads[:, rows] for name, heads in units.items()},
         )
 
 
@@ -177,6 +299,14 @@ class Eviction(Method):
         return 1
 
     @property
+    def moments_from(self) -> int | None:
+        """The position from which on a prefill's queries are in the moments of `Observation.expected_logits`.
+
+        None where a method does not ask for them.
+        """
+        return None
+
+    @property
     def threshold(self) -> int:
         """A prefill evicts nothing from rows of at most so many tokens."""
         return self.budget
@@ -201,17 +331,16 @@ class Eviction(Method):
         """The method defines `preference`."""
         return type(self).preference is not Eviction.preference
 
-    def allocate(self, sharing: Sharing) -> list[list[list[int]]]:
+    def allocate(self, sharing: Sharing) -> list[np.ndarray]:
         """How many tokens each layer and KV head may keep, those always kept included.
 
         Called at every layer that has anchors; what it says about the layers before may only shrink, and the cache
         then evicts from them again.
 
         Returns:
-            [stages][A][B].
+            [A, B] for each stage.
         """
-        rows = len(sharing.seen)
-        return [[[self.budget] * rows for _ in stage.heads] for stage in sharing.stages]
+        return [np.full((len(stage.heads), len(sharing.seen)), self.budget) for stage in sharing.stages]
 
 
 class ReadSelector(Method):
@@ -225,8 +354,8 @@ class ReadSelector(Method):
     page_size: int
     dense_layers: int
 
-    def pages(self, length: int) -> int:
-        """Pages of `length` tokens."""
+    def pages(self, length: int | np.ndarray) -> int | np.ndarray:
+        """Pages of `length` tokens, or of each of several lengths."""
         return -(-length // self.page_size)
 
     @abstractmethod
@@ -239,6 +368,69 @@ class ReadSelector(Method):
 
         Returns:
             [A, B, R] int64, best page first; -1 for none.
+        """
+
+
+@dataclass(frozen=True)
+class Chain:
+    """What a method keeps of a model's tokens, in each layer and KV head.
+
+    Attributes:
+        sinks: first tokens that stay for ever.
+        tokens: of all sub-caches together, a multiple of their number.
+        num_cascades: sub-caches, newest first; each passes on every second token.
+        rotates: keys are stored before RoPE and rotated to their place among the kept tokens.
+        gamma: of the moving average of attention by which tokens contest a place, mu <- gamma mu + (1 - gamma) s for
+            every query; None for one sub-cache, which needs none.
+        head_reduction: "max" or "mean" over a KV head's query heads.
+        window: how many first and how many last tokens, itself included, a query sees, however many are processed at
+            once; None: all that is kept, and its stride. Where keys are rotated, no sink then counts as farther than
+            the window's first token.
+    """
+
+    sinks: int
+    tokens: int
+    num_cascades: int = 1
+    rotates: bool = False
+    gamma: float | None = None
+    head_reduction: str = "max"
+    window: tuple[int, int] | None = None
+
+    @property
+    def slots(self) -> int:
+        """All that is kept at most."""
+        return self.sinks + self.tokens
+
+
+class ChainPolicy(Method):
+    """Hyper-parameters of a method that keeps a chain; many caches can be made with one.
+
+    Attributes:
+        positions: "absolute" (keys come after RoPE and keep the angle of their position) or "cache" (queries and keys
+            come before RoPE, and each is rotated to its place among the kept tokens).
+        stride: queries that are processed at once; a longer forward is cut into strides. None: a quarter of the budget,
+            at least 1.
+
+    Class attributes:
+        sees_stride: a query attends to its whole stride up to itself, so that results depend on the stride.
+    """
+
+    positions: str
+    stride: int | None
+
+    sees_stride: ClassVar[bool] = True
+
+    @property
+    def at_once(self) -> int:
+        """Queries that are processed at once."""
+        return max(1, self.budget // 4) if self.stride is None else self.stride
+
+    @abstractmethod
+    def chain(self, config: PreTrainedConfig) -> Chain:
+        """What is kept of a PoD model's tokens; not of a budget that is a share, but of what it comes to.
+
+        Raises:
+            ValueError: the policy and the model do not go together.
         """
 
 
@@ -271,7 +463,7 @@ def check_window(method: Eviction, smallest: int = 1) -> None:
         raise ValueError(f"{name}: kernel_size must be an odd number of tokens, got {method.kernel_size}")
 
 
-def check_choice(method: Eviction, name: str, choices: tuple[str, ...]) -> None:
+def check_choice(method: Method, name: str, choices: tuple[str, ...]) -> None:
     """Refuse a value that is none of the choices.
 
     Raises:
@@ -300,3 +492,25 @@ def check_types(method: object) -> None:
         if not fits or (isinstance(value, bool) and bool not in accepted):
             names = " or ".join("None" if kind is types.NoneType else kind.__name__ for kind in accepted)
             raise ValueError(f"{type(method).__name__}: {one.name} must be {names}, got {value!r}")
+
+
+def check_policy(policy: ChainPolicy) -> None:
+    """Refuse fields of a policy with slots that mean nothing, and warn of a stride that makes it another method.
+
+    Raises:
+        ValueError: names the value and what it may be.
+    """
+    check_types(policy)
+    check_budget(policy)
+    if policy.sinks < 0:
+        raise ValueError(f"sinks must be >= 0 tokens, got {policy.sinks}")
+    if policy.positions not in POSITIONS:
+        raise ValueError(f"positions must be one of {', '.join(map(repr, POSITIONS))}; got {policy.positions!r}")
+    if policy.stride is not None and policy.stride < 1:
+        raise ValueError(f"stride must be at least 1 query, got {policy.stride}")
+    if policy.sees_stride and not policy.is_share and (policy.stride or 0) > policy.budget:
+        warnings.warn(
+            f"{type(policy).__name__}: a stride of {policy.stride} queries is above the budget of {policy.budget} "
+            "tokens: a prompt up to the stride is attended to as without eviction. Left out, it is a quarter of budget",
+            stacklevel=4,
+        )

@@ -4,10 +4,10 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 from torch import Tensor
 
-from pod.eviction.base import Eviction, Sharing, check_window
-from pod.eviction.observation import Observation
+from pod.eviction.base import Eviction, Observation, Sharing, check_window
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class CAKE(Eviction):
         shift = (seen.variances() * prefix).sum(dim=3).double().mean(dim=(1, 2))
         return entropy.clamp(min=0) ** (1 / self.tau1) * shift ** (1 / self.tau2)
 
-    def allocate(self, sharing: Sharing) -> list[list[list[int]]]:
+    def allocate(self, sharing: Sharing) -> list[np.ndarray]:
         counts = super().allocate(sharing)
         layout = sharing.blocks.layout()
         for head in range(sharing.blocks.num_kv_heads):
@@ -111,13 +111,13 @@ class CAKE(Eviction):
                     [sharing.stages[stage].preference[row] for stage, *_ in blocks],
                     [size for *_, size in blocks],
                     [
-                        max(0, sharing.stages[stage].held[index][row] - kept)
+                        max(0, int(sharing.stages[stage].held[index][row]) - kept)
                         for (stage, index, _), kept in zip(blocks, always, strict=True)
                     ],
                     is_last,
                 )
                 for (stage, index, _), kept, share in zip(blocks, always, shares, strict=True):
-                    counts[stage][index][row] = kept + share
+                    counts[stage][index, row] = kept + share
         return counts
 
 

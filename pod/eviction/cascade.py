@@ -5,9 +5,7 @@ from typing import ClassVar
 
 from transformers.configuration_utils import PreTrainedConfig
 
-from pod.eviction.chain import Chain, ChainPolicy, check_policy
-
-HEAD_REDUCTIONS = ("max", "mean")
+from pod.eviction.base import Chain, ChainPolicy, check_choice, check_policy
 
 
 @dataclass(frozen=True)
@@ -50,9 +48,7 @@ class Cascade(ChainPolicy):
         self._check_room(self.sinks, f"the {self.sinks} sinks")
         if not 0 < self.gamma < 1:
             raise ValueError(f"gamma must be between 0 and 1, both excluded; got {self.gamma}")
-        if self.head_reduction not in HEAD_REDUCTIONS:
-            names = ", ".join(map(repr, HEAD_REDUCTIONS))
-            raise ValueError(f"head_reduction must be one of {names}; got {self.head_reduction!r}")
+        check_choice(self, "head_reduction", ("max", "mean"))
 
     def _check_room(self, sinks: int, named: str) -> None:
         least = sinks + self.num_cascades

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 from torch import Tensor
 
-from pod.eviction.base import Eviction, Sharing
-from pod.eviction.observation import Observation
+from pod.eviction.base import Eviction, Observation, Sharing
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class Combined(Eviction):
 
     observed = property(lambda self: self.scorer.observed)
     has_preference = property(lambda self: self.allocator.has_preference)
+    moments_from = property(lambda self: self.scorer.moments_from)
     threshold = property(lambda self: self.scorer.threshold)
 
     def protected(self, groups: int = 1) -> int:
@@ -65,5 +66,5 @@ class Combined(Eviction):
     def preference(self, seen: Observation) -> Tensor:
         return self.allocator.preference(seen)
 
-    def allocate(self, sharing: Sharing) -> list[list[list[int]]]:
+    def allocate(self, sharing: Sharing) -> list[np.ndarray]:
         return self.allocator.allocate(sharing)

@@ -5,8 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from pod.eviction.base import Eviction
-from pod.eviction.observation import Observation
+from pod.eviction.base import Eviction, Observation
 
 
 @dataclass(frozen=True)

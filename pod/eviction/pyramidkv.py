@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from pod.eviction.base import Sharing
 from pod.eviction.snapkv import SnapKV
 
@@ -35,7 +37,7 @@ class PyramidKV(SnapKV):
         if self.beta < 1:
             raise ValueError(f"PyramidKV: beta must be at least 1, got {self.beta}")
 
-    def allocate(self, sharing: Sharing) -> list[list[list[int]]]:
+    def allocate(self, sharing: Sharing) -> list[np.ndarray]:
         counts = super().allocate(sharing)
         anchors = sharing.blocks.layout().anchors
         for row, seen in enumerate(sharing.seen):
@@ -47,7 +49,7 @@ class PyramidKV(SnapKV):
                 kept = self._block_counts(column, shares, sharing.always, head)
                 for stage, numbers in zip(sharing.stages, counts, strict=True):
                     if head in stage.heads:
-                        numbers[stage.heads.index(head)][row] = kept[stage.layer]
+                        numbers[stage.heads.index(head), row] = kept[stage.layer]
         return counts
 
     def layer_shares(self, layers: int, prefix: int) -> list[int]:

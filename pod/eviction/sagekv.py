@@ -7,8 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from pod.eviction.base import Eviction
-from pod.eviction.observation import Observation
+from pod.eviction.base import Eviction, Observation
 
 
 @dataclass(frozen=True)

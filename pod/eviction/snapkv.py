@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from pod.eviction.base import Eviction, check_choice, check_window
-from pod.eviction.observation import Observation
+from pod.eviction.base import Eviction, Observation, check_choice, check_window
 
 
 @dataclass(frozen=True)

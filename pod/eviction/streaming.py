@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from transformers.configuration_utils import PreTrainedConfig
 
-from pod.eviction.chain import Chain, ChainPolicy, check_policy
+from pod.eviction.base import Chain, ChainPolicy, check_policy
 
 
 @dataclass(frozen=True)

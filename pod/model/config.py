@@ -4,6 +4,8 @@ A PoD config.json says all that is needed to rebuild the model: `anchors` (the b
 `share` and `tau`, beside the family's fields.
 """
 
+from dataclasses import dataclass
+
 from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig, MistralConfig, Phi3Config, Qwen2Config, Qwen3Config
 
@@ -12,6 +14,7 @@ from pod.blocks import FIXED, LayerBlocks
 SHARE_KINDS = ("scores", "keys", "kv", "window")
 
 
+@dataclass(init=False, repr=False, eq=False, kw_only=True)
 class PodConfigMixin:
     """The PoD fields of a config, checked.
 
@@ -29,6 +32,12 @@ class PodConfigMixin:
     # A tensor-parallel plan is a promise of the family's own layers: see `pod.model.decoder.Capabilities`.
     base_model_tp_plan = None
     base_model_pp_plan = None
+
+    anchors: list[list[int]] | None = None
+    sink_size: int = 16
+    recent_size: int = 4080
+    share: str = "scores"
+    tau: float | int | None = None
 
     @property
     def blocks(self) -> LayerBlocks:
@@ -121,12 +130,6 @@ class PodLlamaConfig(PodConfigMixin, LlamaConfig):
 
     model_type = "pod_llama"
 
-    anchors: list[list[int]] | None = None
-    sink_size: int = 16
-    recent_size: int = 4080
-    share: str = "scores"
-    tau: float | int | None = None
-
 
 @strict
 class PodMistralConfig(PodConfigMixin, MistralConfig):
@@ -135,11 +138,6 @@ class PodMistralConfig(PodConfigMixin, MistralConfig):
     model_type = "pod_mistral"
 
     sliding_window: int | None = None
-    anchors: list[list[int]] | None = None
-    sink_size: int = 16
-    recent_size: int = 4080
-    share: str = "scores"
-    tau: float | int | None = None
 
 
 @strict
@@ -149,11 +147,6 @@ class PodPhi3Config(PodConfigMixin, Phi3Config):
     model_type = "pod_phi3"
 
     head_dim: int | None = None  # no field of the family's
-    anchors: list[list[int]] | None = None
-    sink_size: int = 16
-    recent_size: int = 4080
-    share: str = "scores"
-    tau: float | int | None = None
 
     def __post_init__(self, **kwargs) -> None:
         super().__post_init__(**kwargs)
@@ -172,11 +165,6 @@ class PodQwen2Config(PodConfigMixin, Qwen2Config):
     model_type = "pod_qwen2"
 
     head_dim: int | None = None  # no field of the family's
-    anchors: list[list[int]] | None = None
-    sink_size: int = 16
-    recent_size: int = 4080
-    share: str = "scores"
-    tau: float | int | None = None
 
 
 @strict
@@ -184,9 +172,3 @@ class PodQwen3Config(PodConfigMixin, Qwen3Config):
     """Config of a Qwen3 with shared distant scores; the PoD fields are those of `PodConfigMixin`."""
 
     model_type = "pod_qwen3"
-
-    anchors: list[list[int]] | None = None
-    sink_size: int = 16
-    recent_size: int = 4080
-    share: str = "scores"
-    tau: float | int | None = None

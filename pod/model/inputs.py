@@ -5,6 +5,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from pod.cache import PodCache
+from pod.cache.storage import left_padded
 
 
 def check_devices(model: PreTrainedModel) -> None:
@@ -77,11 +78,8 @@ def lengths_of(mask: Tensor) -> Tensor | None:
     """
     if bool(mask.all()):
         return None
-    column = torch.arange(mask.shape[1], device=mask.device)
-    real = mask.sum(dim=1)
-    is_left = (mask == (column >= mask.shape[1] - real[:, None])).all(dim=1)
-    is_right = (mask == (column < real[:, None])).all(dim=1)
-    if bool(is_right.all()):
+    real, is_left = left_padded(mask)
+    if bool(left_padded(mask.flip(1))[1].all()):  # on the right
         return None
     if not bool(is_left.all()):
         row = int((~is_left).nonzero()[0])

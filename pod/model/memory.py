@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pod.blocks import LayerBlocks
 from pod.eviction import ChainPolicy, Eviction, LMInfinite, Method, Quest, StreamingLLM
 from pod.model.shape import Shape
-from pod_kernels.cached import MAX_LOGITS
+from pod_kernels.segments import MAX_LOGITS
 from pod_kernels.slots import CPU_LOGITS
 
 CROP_SLACK = 64  # PodCache's default

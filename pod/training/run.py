@@ -1,8 +1,8 @@
 """One training run: the recipe's devices, data and blocks are checked, then Lightning's Trainer is made and run.
 
-Compares the prepared data with its checksums, and analyses first when the recipe wants a saving and names no blocks
-file. With several processes the first one analyses and writes; a checkpoint of DeepSpeed is a directory, to which each
-process adds its shard.
+Compares the prepared data with its checksums, and has the base model analysed first when the recipe wants a saving and
+names no blocks file. With several processes the first one analyses and writes; a checkpoint of DeepSpeed is a
+directory, to which each process adds its shard.
 """
 
 import contextlib
@@ -12,6 +12,7 @@ import netrc
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -25,7 +26,6 @@ from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_only
 
-from pod.analyze import analyze
 from pod.blocks import LayerBlocks
 from pod.data.tokenizer import check_tokenizer, check_vocabulary, load_tokenizer
 from pod.extras import require
@@ -102,6 +102,8 @@ class StepsBar(TQDMProgressBar):
             bar.close()  # what is printed next begins a line
 
 
+Analysis = Callable[[Recipe], LayerBlocks]  # `pod.analyze.analyze`
+
 # Of each kind of device that the recipe may name, those that may be meant, in Lightning's order.
 _DEVICES = {"auto": ("tpu", "cuda", "mps", "cpu"), "gpu": ("cuda", "mps")}
 
@@ -159,7 +161,7 @@ def has_wandb_key() -> bool:
         return False
 
 
-def choose_blocks(recipe: Recipe, out: Path) -> LayerBlocks | None:
+def choose_blocks(recipe: Recipe, out: Path, analyze: Analysis) -> LayerBlocks | None:
     """The blocks to train with: the recipe's file or size, those of the run that is continued, or newly analysed ones.
 
     Of several processes the first one analyses, and tells the others when they are connected (`PodModule.setup`).
@@ -222,8 +224,12 @@ def check_data(recipe: Recipe, data: PodDataModule) -> None:
         check_tokenizer(prepared, name or recipe.model.base)
 
 
-def fit(recipe: Recipe) -> lightning.Trainer:
+def fit(recipe: Recipe, analyze: Analysis) -> lightning.Trainer:
     """Run a recipe.
+
+    Args:
+        recipe: what to train, on what and how.
+        analyze: finds the blocks where the recipe wants a saving and no file names them: `pod.analyze.analyze`.
 
     Raises:
         ValueError: something that the recipe names does not exist or does not fit, or another process is at work in
@@ -247,17 +253,17 @@ def fit(recipe: Recipe) -> lightning.Trainer:
     out = output_folder(recipe)
     # The first of several processes has the folder for all of them.
     with locked(out / ".lock", out) if rank_zero_only.rank == 0 else contextlib.nullcontext():
-        return _fit(recipe, data, out)
+        return _fit(recipe, data, out, analyze)
 
 
-def _fit(recipe: Recipe, data: PodDataModule, out: Path) -> lightning.Trainer:
+def _fit(recipe: Recipe, data: PodDataModule, out: Path, analyze: Analysis) -> lightning.Trainer:
     checkpoint = resume_from(recipe, out / "steps")
     check_data(recipe, data)
     if rank_zero_only.rank == 0:
         _check_content(recipe, data)
     check_writable(out)
     lightning.seed_everything(recipe.seed, verbose=False)
-    blocks = choose_blocks(recipe, out)
+    blocks = choose_blocks(recipe, out, analyze)
     if rank_zero_only.rank == 0:
         if checkpoint is not None:
             check_blocks(checkpoint, blocks, recipe)

@@ -76,7 +76,7 @@ def test_the_whole_demo(demo, base, tmp_path, monkeypatch):
 
 
 def test_a_demo_of_other_settings_is_not_gone_on_with(demo, base, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(demo, "fit", lambda recipe: pytest.fail("it trains"))
+    monkeypatch.setattr(demo, "fit", lambda *_: pytest.fail("it trains"))
     line = [f"model.base={base}", f"data.path={tmp_path / 'data' / '64'}", "data.sequence_length=128"]
     line += ["model.recent_size=20", "trainer.tokens_per_batch=512", f"output={tmp_path / 'tiny'}"]
     whole = load_recipe(["recipe=tiny", "resume=auto", *line, "trainer.max_steps=20"])

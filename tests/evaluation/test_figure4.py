@@ -35,16 +35,16 @@ def test_a_sweep_is_stopped_and_goes_on(figure4, base, tmp_path, monkeypatch, ca
     trained = []
     fit = figure4.fit
 
-    def broken(recipe):
+    def broken(recipe, analyze):
         if len(trained) == 2:
             raise ValueError("stopped here")
         trained.append((recipe.model.recent_size, recipe.blocks.kv_saving))
-        return fit(recipe)
+        return fit(recipe, analyze)
 
     monkeypatch.setattr(figure4, "fit", broken)
     assert figure4.main(arguments) == 2 and "stopped here" in capsys.readouterr().err
     assert trained == [(20, 0.25), (60, 0.25)] and not (out / "figure4.json").exists()
-    monkeypatch.setattr(figure4, "fit", lambda recipe: trained.append("rest") or fit(recipe))
+    monkeypatch.setattr(figure4, "fit", lambda *given: trained.append("rest") or fit(*given))
     assert figure4.main(arguments) == 0
     assert trained[2:] == ["rest"], "only the point that was missing"
     written = json.loads((out / "figure4.json").read_text())

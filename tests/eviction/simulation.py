@@ -9,7 +9,20 @@ from fractions import Fraction
 
 import numpy as np
 
-from pod.eviction import CAKE, H2O, TOVA, AdaKV, PyramidKV, SageKV, SnapKV
+from pod.eviction import (
+    CAKE,
+    H2O,
+    TOVA,
+    AdaKV,
+    ChunkKV,
+    ExpectedAttention,
+    KeyDiff,
+    Knorm,
+    LagKV,
+    PyramidKV,
+    SageKV,
+    SnapKV,
+)
 
 
 class Ambiguous(Exception):
@@ -27,16 +40,18 @@ class Simulation:
         self.num_layers, self.num_heads = len(self.anchors), len(self.anchors[0])
         self.groups = config.num_attention_heads // config.num_key_value_heads
         self.held = {}  # (row, anchor layer, KV head) -> {position: key}
+        self.values = {}  # the same -> {position: value}
         self.sums = {}  # the same -> {position: accumulated attention}
         self.counts = {}  # the same -> tokens kept while decoding
         self.chosen = {}  # the same -> what SAGE-KV chose, for good
         self.seen = {}
-        self.records = []
+        self.records, self.steps = [], 0
         attend = cache.attend
 
-        def recording(layer, q, k, *rest):
-            self.records.append((layer, q.double().numpy(), k.double().numpy(), cache._storage.step.positions.tolist()))
-            return attend(layer, q, k, *rest)
+        def recording(layer, q, k, v, *rest):
+            states = (part.double().numpy() for part in (q, k, v))
+            self.records.append((layer, *states, cache._storage.step.positions.tolist()))
+            return attend(layer, q, k, v, *rest)
 
         cache.attend = recording
 
@@ -47,13 +62,13 @@ class Simulation:
 
     def sinks(self, anchor: int, head: int) -> int:
         heads = [head]
-        if isinstance(self.method, TOVA):
+        if isinstance(self.method, TOVA | ChunkKV):
             heads = [g for g in range(self.num_heads) if self.anchors[anchor][g] == anchor]
         return self.config.sink_size if any(self.size(anchor, g) > 1 for g in heads) else 0
 
     def last(self) -> int:
         """The last tokens that are always kept."""
-        if isinstance(self.method, SnapKV | CAKE):
+        if isinstance(self.method, SnapKV | CAKE | ExpectedAttention):
             return self.method.window
         if isinstance(self.method, H2O):
             half = max(1, self.method.budget // 2)  # the newest token is recent in any case
@@ -98,7 +113,7 @@ class Simulation:
     def take(self) -> dict:
         """New tokens into `held`; returns {(row, anchor, head): [(position, [query of each head of the group])]}."""
         queries = {}
-        for layer, q, k, positions in self.records:
+        for layer, q, k, v, positions in self.records:
             for row, line in enumerate(positions):
                 if self.rows is not None and row not in self.rows:
                     continue
@@ -111,6 +126,7 @@ class Simulation:
                             continue
                         unit = (row, layer, head)
                         self.held.setdefault(unit, {})[position] = k[row, head, column]
+                        self.values.setdefault(unit, {})[position] = v[row, head, column]
                         self.sums.setdefault(unit, {})[position] = 0.0
                         group = [q[row, head * self.groups + member, column] for member in range(self.groups)]
                         queries.setdefault(unit, []).append((position, group))
@@ -123,13 +139,14 @@ class Simulation:
 
     def scores(self, unit: tuple, attention: list, decoding: bool, layer_attention: dict) -> dict:
         method, held = self.method, self.held[unit]
+        if isinstance(method, Knorm | KeyDiff | LagKV):
+            return self.of_keys(unit)
+        if isinstance(method, ExpectedAttention):
+            return self.expected(unit)
+        if isinstance(method, ChunkKV):
+            return self.chunks(unit, layer_attention)
         if isinstance(method, SnapKV):
-            summed = {p: 0.0 for p in held}
-            for heads in attention[-method.window :]:
-                for weights in heads:
-                    for p, weight in weights.items():
-                        summed[p] += weight / self.groups
-            return self.pooled(unit[0], summed, method.kernel_size, method.pooling)
+            return self.snap(unit, attention)
         if isinstance(method, SageKV):
             return self.sage(unit, None if decoding else attention[-1])
         if isinstance(method, H2O):
@@ -155,6 +172,97 @@ class Simulation:
             pooled.append(self.pooled(unit[0], indicator, method.kernel_size, "avg"))
         return {p: sum(one[p] for one in pooled) / self.groups for p in held}
 
+    def snap(self, unit: tuple, attention: list) -> dict:
+        method, summed = self.method, {p: 0.0 for p in self.held[unit]}
+        for heads in attention[-method.window :]:
+            for weights in heads:
+                for p, weight in weights.items():
+                    summed[p] += weight / self.groups
+        return self.pooled(unit[0], summed, method.kernel_size, method.pooling)
+
+    def chunks(self, unit: tuple, layer_attention: dict) -> dict:
+        """Chunks from the row's beginning by the mean of scores that all of the layer's heads add up."""
+        size, units = self.method.chunk_size, [other for other in layer_attention if other[:2] == unit[:2]]
+        total = {p: 0.0 for p in self.held[unit]}
+        for other in units:
+            for p, score in self.snap(other, layer_attention[other]).items():
+                total[p] += score
+        chunks = {}
+        for p in total:
+            if p < self.seen[unit[0]] - self.last():
+                chunks.setdefault(p // size, []).append(p)
+        means = {number: sum(total[p] for p in members) / len(members) for number, members in chunks.items()}
+        ordered = sorted(means.values())
+        if any(0 < b - a < 1e-6 * b for a, b in zip(ordered, ordered[1:], strict=False)):
+            raise Ambiguous
+        order = sorted(means, key=lambda number: (means[number], number))
+        places, scores = {number: place for place, number in enumerate(order)}, {p: 0.0 for p in total}
+        for number, members in chunks.items():
+            for p in members:  # below 1: within the chunk
+                scores[p] = places[number] + sum((total[q], q) < (total[p], p) for q in members) / (size + 1)
+        return scores
+
+    def turns(self, positions) -> np.ndarray:
+        """exp(i angle) [.., D / 2] of positions, of RoPE without scaling."""
+        half = self.config.head_dim // 2
+        theta = self.config.rope_parameters["rope_theta"]
+        return np.exp(1j * np.multiply.outer(np.asarray(positions, float), theta ** (-np.arange(half) / half)))
+
+    def expected(self, unit: tuple) -> dict:
+        method, keys, values = self.method, self.held[unit], self.values[unit]
+        given = [(position, group) for position, group in self.queries[unit] if position >= method.sinks]
+        half = self.config.head_dim // 2
+        ahead = self.turns(range(self.seen[unit[0]], self.seen[unit[0]] + method.future)).mean(axis=0)
+        turn = np.block([[np.diag(ahead.real), -np.diag(ahead.imag)], [np.diag(ahead.imag), np.diag(ahead.real)]])
+        others = [p for p in keys if p >= method.sinks]
+        total = dict.fromkeys(keys, 0.0)
+        for member in range(self.groups):
+            states = []
+            for position, group in given:
+                back = (group[member][:half] + 1j * group[member][half:]) * self.turns(position).conj()
+                states.append(np.concatenate([back.real, back.imag]))
+            mean, spread = np.zeros(2 * half), np.zeros((2 * half, 2 * half))
+            if states:
+                mean, spread = np.mean(states, axis=0), np.cov(np.array(states).T, bias=True)
+            mean, spread = turn @ mean, turn @ spread @ turn.T
+            logits = {p: keys[p] @ mean / math.sqrt(2 * half) + keys[p] @ spread @ keys[p] / (4 * half) for p in others}
+            top = max(logits.values(), default=0.0)
+            mass = sum(math.exp(logit - top) for logit in logits.values())
+            for p, logit in logits.items():
+                total[p] += math.exp(logit - top) / mass / self.groups
+        scores = {p: (total[p] + method.epsilon) * math.sqrt(values[p] @ values[p]) for p in keys}
+        return {p: 1e9 if p < method.sinks else score for p, score in scores.items()}
+
+    def of_keys(self, unit: tuple) -> dict:
+        method, keys, values = self.method, self.held[unit], self.values[unit]
+        if isinstance(method, Knorm):
+            return {p: -math.sqrt(float(key @ key)) for p, key in keys.items()}
+        if isinstance(method, KeyDiff):
+            lengths = {p: math.sqrt(float(key @ key)) for p, key in keys.items()}
+            mean = sum(key / lengths[p] for p, key in keys.items()) / len(keys)
+            return {p: -float(key @ mean) / lengths[p] / math.sqrt(float(mean @ mean)) for p, key in keys.items()}
+        ordered, size, scores = sorted(keys), method.lag, {}
+        parted = ordered[method.sinks :]
+        whole = len(parted) // size
+        for number in range(whole - 1):
+            part = parted[number * size : (number + 1) * size]
+            following = parted[(number + 1) * size : (number + 2) * size]
+            found = dict.fromkeys(part, 0.0)
+            for states in (keys, values):
+                low = np.min([states[p] for p in following], axis=0)
+                high = np.max([states[p] for p in following], axis=0)
+                spread = {p: float(np.std((states[p] - low) / (high - low), ddof=1)) for p in part}
+                total = sum(math.exp(value) for value in spread.values())
+                for p in part:
+                    found[p] += math.exp(spread[p]) / total / 2
+            ranked = sorted(part, key=found.__getitem__)
+            gaps = [found[b] - found[a] for a, b in zip(ranked, ranked[1:], strict=False)]
+            if min(gaps) < 1e-7:
+                raise Ambiguous
+            scores |= found if method.cross_scoring else {p: place / size for place, p in enumerate(ranked)}
+        rest = {p: 3.0 if p in ordered[: method.sinks] else 2.0 for p in ordered if p not in scores}
+        return scores | rest
+
     def preference(self, row: int, layer: int, attention: dict) -> float:
         """Eq. 6 over the layer's anchor heads, tokens before the window only."""
         method = self.allocator
@@ -175,15 +283,19 @@ class Simulation:
 
     def prefill(self, evict: bool = True) -> None:
         """One prefill, in however many forwards, evicted from once."""
+        self.steps = 0
         queries = self.take()
         if not evict:
             for unit in queries:
                 self.attention(unit, queries[unit])
             return
         attention = {unit: self.attention(unit, queries[unit]) for unit in queries}
+        self.queries = queries
         scores = {unit: self.scores(unit, attention[unit], False, attention) for unit in attention}
         counts = {unit: self.allocator.budget for unit in attention}
         threshold = self.method.budget + (self.method.window if isinstance(self.method, CAKE) else 0)
+        if isinstance(self.method, LagKV):
+            threshold = max(threshold, self.method.sinks + 2 * self.method.lag - 1)
         if isinstance(self.allocator, CAKE):
             for row in self.seen:
                 if self.seen[row] > threshold:
@@ -205,7 +317,12 @@ class Simulation:
         """One decoded token."""
         queries = self.take()
         attention = {unit: self.attention(unit, queries[unit]) for unit in queries}
-        if isinstance(self.method, SnapKV) or not evict:
+        if isinstance(self.method, SnapKV | ExpectedAttention) or not evict:
+            return
+        self.steps += 1
+        if isinstance(self.method, Knorm | KeyDiff | LagKV) and (
+            not self.method.every or self.steps % self.method.every
+        ):
             return
         scores = {unit: self.scores(unit, attention[unit], True, attention) for unit in attention}
         for unit in attention:

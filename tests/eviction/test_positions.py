@@ -10,7 +10,23 @@ from simulation import Ambiguous, Simulation
 from test_cache import ANCHORS, DENSE, build, fed, left_padded, tokens
 
 import pod
-from pod.eviction import CAKE, H2O, TOVA, AdaKV, Combined, PyramidKV, SageKV, Sharing, SnapKV, Stage
+from pod.eviction import (
+    CAKE,
+    H2O,
+    TOVA,
+    AdaKV,
+    ChunkKV,
+    Combined,
+    ExpectedAttention,
+    KeyDiff,
+    Knorm,
+    LagKV,
+    PyramidKV,
+    SageKV,
+    Sharing,
+    SnapKV,
+    Stage,
+)
 from pod.eviction.adakv import share_out as adakv_share_out
 
 SMALL = ((0, 0), (0, 1), (2, 1))  # blocks of one and two layers
@@ -29,6 +45,19 @@ METHODS = {
     "cake": lambda budget, window: CAKE(budget, window=max(2, window), kernel_size=3),
     "cake-even": lambda budget, window: CAKE(budget, window=max(2, window), gamma=0.0, tau1=1.0, tau2=1.0),
 }
+METHODS |= {
+    "chunkkv": lambda budget, window: ChunkKV(budget, window=window, kernel_size=3, chunk_size=4),
+    "chunkkv-one": lambda budget, window: ChunkKV(budget, window=window, kernel_size=1, chunk_size=1),
+    "expected": lambda budget, window: ExpectedAttention(budget, sinks=2, future=5),
+    "expected-window": lambda budget, window: ExpectedAttention(budget, sinks=0, future=1, epsilon=0.0, window=window),
+    "knorm": lambda budget, window: Knorm(budget),
+    "knorm-every": lambda budget, window: Knorm(budget, every=window),
+    "keydiff": lambda budget, window: KeyDiff(budget),
+    "keydiff-every": lambda budget, window: KeyDiff(budget, every=window),
+    "lagkv": lambda budget, window: LagKV(budget, sinks=2, lag=3),
+    "lagkv-every": lambda budget, window: LagKV(budget, every=window, sinks=1, lag=4),
+    "lagkv-cross": lambda budget, window: LagKV(budget, sinks=2, lag=3, cross_scoring=True),
+}
 COMBINED = {  # scorer, allocator
     "h2o-by-cake": lambda budget, window, **aware: (
         H2O(budget, recent=max(2, window), **aware),
@@ -41,6 +70,10 @@ COMBINED = {  # scorer, allocator
     "cake-by-pyramidkv": lambda budget, window, **aware: (
         CAKE(budget, window=max(2, window), kernel_size=3, **aware),
         PyramidKV(budget, window=max(2, window), beta=2, **aware),
+    ),
+    "expected-by-adakv": lambda budget, window, **aware: (
+        ExpectedAttention(budget, window=window, future=3, **aware),
+        AdaKV(budget, window=window, **aware),
     ),
     "h2o-by-adakv": lambda budget, window, **aware: (
         H2O(budget, recent=window, **aware),

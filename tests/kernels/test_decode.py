@@ -19,7 +19,7 @@ from torch import Tensor
 
 import pod
 from pod.eviction import CAKE, H2O, TOVA, AdaKV, Cascade, SnapKV, StreamingLLM
-from pod.eviction.observation import Observation
+from pod.eviction.base import Observation
 from pod_kernels import (
     LayerSlots,
     Segments,

@@ -101,7 +101,7 @@ def test_scores_left_by_an_anchor_equal_those_computed_again(name):
 
 def test_packed_segments():
     segments = packed([[4, 4, 4], [4, 4, 4], [2, 3, 0], [5, 5, 5]], dim=1)
-    assert [tuple(piece) for piece in segments.pieces()] == [
+    assert [tuple(piece) for piece in segments.pieces] == [
         (0, 2, 0, 3, 4),
         (2, 1, 0, 1, 2),
         (2, 1, 1, 1, 3),
@@ -112,7 +112,7 @@ def test_packed_segments():
     padded = segments.padded(-7.0)
     assert padded.shape == (4, 3, 5, 1)
     assert torch.equal(padded[2, 1, :3], segments.run(2, 1)) and (padded[2, 1, 3:] == -7).all()
-    assert torch.equal(segments.view(segments.pieces()[0])[1], padded[1, :, :4])
+    assert torch.equal(segments.view(segments.pieces[0])[1], padded[1, :, :4])
     with pytest.raises(ValueError, match="different capacities"):
         _ = segments.rectangle
 
@@ -123,7 +123,7 @@ def test_wider_segments_hold_the_same_in_the_same_slots(sizes):
     old.data.copy_(torch.arange(old.data.numel()).view_as(old.data))
     wider = tuple(tuple(size + head + row for row, size in enumerate(rows)) for head, rows in enumerate(sizes))
     new = old.resized(wider, fill=-1)
-    assert new.sizes == wider and len(new.data) == sum(map(sum, wider))
+    assert tuple(map(tuple, new.sizes)) == wider and len(new.data) == sum(map(sum, wider))
     for head, rows in enumerate(sizes):
         for row, size in enumerate(rows):
             assert torch.equal(new.run(head, row)[:size], old.run(head, row))

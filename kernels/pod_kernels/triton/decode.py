@@ -291,7 +291,7 @@ def cached_decode(asked: "_Asked") -> tuple[Tensor, Tensor, Tensor, Tensor | Non
     batch, heads, _, _ = q.shape
     anchors, kv_heads = layer.num_anchors, len(layer.order)
     groups, device = heads // kv_heads, q.device
-    widest = max(max(sizes) for sizes in layer.values.sizes)
+    widest = layer.values.widest
     split = Parts(q, kv_heads, widest, layer.sink_size + layer.recent_size)
     cut = split.tiles
     if scores is not None:

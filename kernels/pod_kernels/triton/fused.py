@@ -12,8 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from pod_kernels.problem import Problem
-from pod_kernels.sequences import sequence_spans
+from pod_kernels.problem import Problem, sequence_spans
 from pod_kernels.triton.fused_backward import key_grad_kernel, query_grad_kernel
 from pod_kernels.triton.fused_forward import forward_kernel
 
