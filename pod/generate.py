@@ -25,7 +25,7 @@ from transformers import TextStreamer
 from pod import eviction as methods
 from pod.cache import PodCache
 from pod.evaluation.command import add_eviction
-from pod.evaluation.models import as_pod, asks_apart, load, read_context
+from pod.evaluation.models import as_pod, asks_apart, dense_token_bytes, load, read_context
 from pod.evaluation.runner import Request, as_chat, question_at, question_tokens, tokenise
 from pod.evaluation.texts import read_text
 from pod.terminal import exit_status
@@ -122,9 +122,8 @@ def generate(
     seconds = time.perf_counter() - start
     new = output[0, length:]
     config = model.config
-    item = torch.finfo(model.dtype).bits // 8
     in_chat = " in the chat template (--raw leaves it out)" if is_chat else ""
-    dense = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * item * capacity
+    dense = dense_token_bytes(model) * capacity
     print(
         f"\nprompt {length} tokens{in_chat}, {len(new)} new in {seconds:.1f} s ({len(new) / seconds:.1f} tokens/s, "
         f"prefill included)\ncache {cache.nbytes():,} bytes for {capacity} tokens, dense {dense:,} bytes: "

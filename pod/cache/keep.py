@@ -21,7 +21,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from pod.blocks import Unit
 from pod.eviction import Eviction, Observation, Sharing, Stage
-from pod.eviction.base import runs_of
+from pod.eviction.base import BEYOND_MEMORY, runs_of
 from pod_kernels import Segments, attention_weights
 from pod_kernels.dispatch import runs_triton
 from pod_kernels.segments import MAX_LOGITS, Change, Chosen
@@ -449,9 +449,11 @@ class Decision:
             return
         forced = self._forced(layer, table.heads, held, newest)
         if table.budgets is None:  # the prefill broke off before anything was decided
-            table.budgets = np.full(table.sizes.shape, self.storage.rows.budgets or self.method.budget)
-        each = self.storage.on_device(tuple(table.budgets.reshape(-1).tolist()), held.device)
-        counts = each.view(table.budgets.shape).t()
+            table.budgets = np.full(
+                table.sizes.shape, self.storage.rows.budgets or min(self.method.budget, BEYOND_MEMORY)
+            )
+        budgets = self.storage.on_device(tuple(table.budgets.reshape(-1).tolist()), held.device)
+        counts = budgets.view(table.budgets.shape).t()
         if is_settled and self.method.when == 1:
             over = (held >= 0).sum(dim=-1) > counts
             given_up = torch.arange(held.shape[2], device=held.device) == lowest(scores, held, forced)[..., None]

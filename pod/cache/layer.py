@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from pod.cache.storage import Step
+from pod.eviction.base import BEYOND_MEMORY
 from pod_kernels import LayerSlots, Quantization, QuantizedSegments, Segments
 from pod_kernels.quantized import dequantized, quantized
 from pod_kernels.segments import Change, repacked
@@ -60,7 +61,7 @@ class Headroom:
 
     def after(self, length: int) -> int | None:
         """Tokens still to come after `length`, None when unknown."""
-        return None if self.max_length is None else max(0, self.max_length - length)
+        return None if self.max_length is None else max(0, min(self.max_length, BEYOND_MEMORY) - length)
 
     def evicted(self, counts: np.ndarray, budgets: np.ndarray, length: int) -> np.ndarray:
         """[A, B] slots of units' rows that were evicted down to `counts` tokens after `length` were seen."""

@@ -14,7 +14,7 @@ tensors. Writes memory.json, memory.md and memory.png.
 import argparse
 import re
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +23,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from pod import eviction as methods
@@ -293,14 +294,14 @@ class TensorBytes(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         before: set[int] | None = None
-        for tensor in _tensors((result,)):
+        for tensor in _tensors(result):
             storage = tensor.untyped_storage()
             key = storage._cdata
             if key in self._known:
                 continue
             # What came in from outside (weights, the prompt) is not this run's.
             if before is None:
-                before = {given.untyped_storage()._cdata for given in _tensors((*args, *kwargs.values()))}
+                before = {given.untyped_storage()._cdata for given in _tensors((args, kwargs))}
             if key in before:
                 continue
             self._known.add(key)
@@ -314,13 +315,9 @@ class TensorBytes(TorchDispatchMode):
         self.live -= size
 
 
-def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
+def _tensors(values: object) -> list[Tensor]:
     """The tensors among an operation's arguments or results, which may come in lists."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 @contextmanager

@@ -27,6 +27,8 @@ from transformers.configuration_utils import PreTrainedConfig
 from pod.blocks import LayerBlocks
 
 POSITIONS = ("cache", "absolute")
+# Tokens beyond all addresses: with more, sums of sizes would be no numbers of 64 bits.
+BEYOND_MEMORY = 2**48
 
 
 class Method(ABC):
@@ -340,7 +342,8 @@ class Eviction(Method):
         Returns:
             [A, B] for each stage.
         """
-        return [np.full((len(stage.heads), len(sharing.seen)), self.budget) for stage in sharing.stages]
+        budget, rows = min(self.budget, BEYOND_MEMORY), len(sharing.seen)
+        return [np.full((len(stage.heads), rows), budget) for stage in sharing.stages]
 
 
 class ReadSelector(Method):

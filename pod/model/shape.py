@@ -4,8 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
+from transformers import CONFIG_MAPPING
+
 from pod.recipe.errors import RecipeError
 
+# Fields that say how large a model is.
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+_SIZES += ("head_dim", "vocab_size", "tie_word_embeddings")
 # Configs of hub models, from their published config.json, for machines that cannot reach the hub.
 _LLAMA3_8B = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
@@ -54,31 +60,27 @@ class Shape:
         """From the fields of a Hugging Face config; absent ones have their family's defaults.
 
         Raises:
-            RecipeError: a family that PoD does not have.
+            RecipeError: a family that PoD does not have, or sizes that the family cannot have.
         """
         family = config.get("model_type", "").removeprefix("pod_")
         if family not in ("llama", "mistral", "phi3", "qwen2", "qwen3"):
             raise RecipeError(f"model_type {family!r}: the plan knows llama, mistral, phi3, qwen2 and qwen3")
-        defaults = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "vocab_size": 32000}
-        if family == "mistral":
-            defaults.update(intermediate_size=14336, num_key_value_heads=8)
-        if family == "phi3":
-            defaults.update(hidden_size=3072, intermediate_size=8192, vocab_size=32064)
-        if family == "qwen2":
-            defaults.update(intermediate_size=22016, vocab_size=151936, num_key_value_heads=32)
-        if family == "qwen3":
-            defaults.update(intermediate_size=22016, vocab_size=151936, num_key_value_heads=32, head_dim=128)
-        fields = {**defaults, "num_attention_heads": 32, **{k: v for k, v in config.items() if v is not None}}
-        heads = fields["num_attention_heads"]
+        sizes = {name: config[name] for name in _SIZES if config.get(name) is not None}
+        try:
+            # Special tokens are of no matter here, and a family's own may be beyond a small vocabulary.
+            stock = CONFIG_MAPPING[family](**sizes, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+        except StrictDataclassError as error:
+            raise RecipeError(f"no {family} has such sizes: {sizes} ({' '.join(str(error).split())})") from error
+        heads = stock.num_attention_heads
         return cls(
-            layers=fields["num_hidden_layers"],
-            hidden=fields["hidden_size"],
-            intermediate=fields["intermediate_size"],
+            layers=stock.num_hidden_layers,
+            hidden=stock.hidden_size,
+            intermediate=stock.intermediate_size,
             heads=heads,
-            kv_heads=fields.get("num_key_value_heads", heads),
-            head_dim=fields.get("head_dim", fields["hidden_size"] // heads),
-            vocab=fields["vocab_size"],
-            tied=fields.get("tie_word_embeddings", False),
+            kv_heads=stock.num_key_value_heads or heads,
+            head_dim=getattr(stock, "head_dim", None) or stock.hidden_size // heads,
+            vocab=stock.vocab_size,
+            tied=stock.tie_word_embeddings,
             qk_norm=family == "qwen3",
             qkv_bias=family == "qwen2",
         )

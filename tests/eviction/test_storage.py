@@ -781,3 +781,15 @@ def test_a_row_of_padding_only(method):
         new = tokens(2, 1, seed=step)
         assert_close(fed(model, cache, new, mask)[1], fed(model, alone, new[1:])[0])
     assert cache.positions(0)[1, 0, :4].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("method", [SnapKV, H2O], ids=lambda method: method.__name__)
+def test_a_budget_beyond_all_memory_keeps_everything(method):
+    model, ids = build(), torch.randint(1, 61, (2, 40))
+    cache = pod.PodCache(model.config, eviction=method(2**63 - 1), max_length=42)
+    plain = pod.PodCache(model.config, max_length=42)
+    for part in (ids, ids[:, :1], ids[:, 1:2]):
+        with torch.no_grad():
+            found, wanted = (model(part, past_key_values=one).logits for one in (cache, plain))
+        torch.testing.assert_close(found, wanted)
+    assert torch.equal(cache.positions(0), plain.positions(0))
