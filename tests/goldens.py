@@ -84,6 +84,11 @@ METHODS = {
     "h2o": eviction.H2O(BUDGET, recent=10),
     "tova": eviction.TOVA(BUDGET),
     "cake": eviction.CAKE(BUDGET, **WINDOW, gamma=200.0, tau1=1.6, tau2=0.4),
+    "chunkkv": eviction.ChunkKV(BUDGET, **WINDOW, pooling="max", chunk_size=5),
+    "expectedattention": eviction.ExpectedAttention(BUDGET, sinks=4, future=64, epsilon=0.01, window=2),
+    "knorm": eviction.Knorm(BUDGET, every=0),
+    "keydiff": eviction.KeyDiff(BUDGET, every=3),
+    "lagkv": eviction.LagKV(BUDGET, every=0, sinks=4, lag=16, cross_scoring=False),
     "combined": eviction.Combined(
         BUDGET,
         eviction.H2O(BUDGET, recent=6),

@@ -1,6 +1,7 @@
 """Text and tokenised shards in, prepared samples of one length out.
 
 sources.py        reads and tokenises what pod.prepare is given
+hub.py            data sets of the hub, streamed part by part
 mds.py            reads MosaicML MDS shards (ProLong)
 chat.py           conversations by a chat template, and which tokens carry loss
 sampling.py       which documents are drawn, and which tokens lie in which sample

@@ -19,5 +19,6 @@ runs.py                one table of LongBench runs, published rows beside ours: 
 command.py             what their command lines have in common
 models.py              load what --ckpt names, and run it with what --eviction names
 texts.py               held-out texts: files, stretches, prepared samples
+intervals.py           how sure a comparison is: paired, by resampling
 report.py              how results are written down: JSON, tables, heat maps
 """

@@ -1,6 +1,7 @@
 """What long prompts are filled up with, noise, words or any text, how much of it, and how needles get into it."""
 
 import bisect
+import importlib
 import importlib.util
 import math
 import random
@@ -40,9 +41,7 @@ def word_lists() -> tuple[list[str], list[str], list[str]]:
     """Adjectives, nouns, verbs: wonderwords' where it is installed, as RULER has it, else those here, without verbs."""
     if importlib.util.find_spec("wonderwords") is None:
         return ADJECTIVES, NOUNS, []
-    from wonderwords import RandomWord
-
-    words = RandomWord()
+    words = importlib.import_module("wonderwords").RandomWord()  # of no extra: other words are other samples
     return tuple(sorted(words.filter(include_categories=[kind])) for kind in ("adjective", "noun", "verb"))
 
 

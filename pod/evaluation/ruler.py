@@ -18,7 +18,7 @@ files of SQuAD 2.0 and HotpotQA are given.
 
 --prepared takes the files that the authors' scripts wrote, TASK/validation.jsonl, as they are: their chat template is
 in them, so none is put around them, and no second begin-of-text token before them. Otherwise samples are made here,
-with words of wonderwords, as the authors have it, where that is installed (extra `eval`), else of a smaller list.
+with words of wonderwords, as the authors have it, where that is installed, else of a smaller list.
 
 A prompt is filled up to its length in whole words: the last line of the haystack is usually cut short, where the
 authors' scripts leave up to one whole line empty. Prompts of 1K tokens are then within 2 % too.

@@ -5,15 +5,17 @@ import json
 import random
 import re
 import shutil
+import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from scripts import letters_tokenizer, script
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from pod.evaluation import questions, ruler, ruler_tasks, runner
+from pod.evaluation import haystack, questions, ruler, ruler_tasks, runner
 from pod.evaluation.haystack import Haystack
 from pod.evaluation.ruler_tasks import TASKS
 
@@ -62,6 +64,25 @@ def answers_in(task: str, text: str) -> set[str]:
     counts = Counter(re.findall(r"\b[a-z]{6}\b", text.split("coded words. ")[1].split("\nQuestion")[0])).most_common()
     assert counts[2][1] > counts[3][1]
     return {word for word, _ in counts[:3]}
+
+
+@pytest.fixture(autouse=True)
+def own_words(monkeypatch):
+    """The words of this library, also where wonderwords is installed: with those, other samples are made."""
+    for name, words in (("ADJECTIVES", haystack.ADJECTIVES), ("NOUNS", haystack.NOUNS), ("VERBS", [])):
+        monkeypatch.setattr(ruler_tasks, name, words)
+
+
+def test_the_words_are_wonderwords_where_it_is_installed(monkeypatch):
+    class RandomWord:
+        def filter(self, include_categories):
+            return {"adjective": ["wet", "dry"], "noun": ["sea"], "verb": ["run"]}[include_categories[0]]
+
+    monkeypatch.setattr(haystack.importlib.util, "find_spec", lambda name: None)
+    assert haystack.word_lists() == (haystack.ADJECTIVES, haystack.NOUNS, [])
+    monkeypatch.setattr(haystack.importlib.util, "find_spec", lambda name: name == "wonderwords")
+    monkeypatch.setitem(sys.modules, "wonderwords", SimpleNamespace(RandomWord=RandomWord))
+    assert haystack.word_lists() == (["dry", "wet"], ["sea"], ["run"])
 
 
 @pytest.mark.parametrize("length", [1024, 4096, 16384, pytest.param(131072, marks=pytest.mark.slow)])
