@@ -22,7 +22,7 @@ REQUESTS, DIFFERENT, AT_ONCE = 200, 40, 24
 
 @contextmanager
 def vllm_serve(path: Path, *options: str):
-    """The address of a server of its own process, with a tenth of the blocks that the requests at once would take."""
+    """The address of a server of its own process, whose requests see chunks of 64 tokens."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
