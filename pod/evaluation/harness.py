@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from pod import eviction as methods
 from pod.cache import PodCache
 from pod.evaluation import models
-from pod.eviction.chain import ChainPolicy
+from pod.eviction.base import ChainPolicy
 from pod.extras import require
 
 if importlib.util.find_spec("lm_eval"):
