@@ -1,4 +1,4 @@
-"""The demo on a real model: SmolLM2-135M as it is, as a PoD model, and adapted; ten minutes on two cores.
+"""The demo on a real model: SmolLM2-135M as it is, as a PoD model, and adapted; ten to twenty minutes on two cores.
 
     make demo-real
     python eval/demo_real.py --texts 12 --keys 150 --needles 50      # with narrower intervals; hours
@@ -300,9 +300,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--base", default="checkpoints/smollm2-135m", help="the dense model (make smollm2)")
     parser.add_argument("--adapter", type=Path, default=ADAPTER, help=f"({ADAPTER.relative_to(ROOT)})")
     parser.add_argument("--data", type=Path, default=Path("data/english"), help="what data/corpus.py writes")
-    parser.add_argument("--texts", type=int, default=4, help="stretches of each kind of text (4)")
-    parser.add_argument("--keys", type=int, default=20, help="pass keys, of both lengths together (20)")
-    parser.add_argument("--needles", type=int, default=6, help="of each of RULER's three tasks (6)")
+    parser.add_argument("--texts", type=int, default=3, help="stretches of each kind of text (3)")
+    parser.add_argument("--keys", type=int, default=10, help="pass keys, of both lengths together (10)")
+    parser.add_argument("--needles", type=int, default=3, help="of each of RULER's three tasks (3)")
     parser.add_argument("--seed", type=int, default=0, help="of keys and needles")
     parser.add_argument("--out", type=Path, default=Path("runs/demo-real"), help="folder of what is written")
     return 0 if run(parser.parse_args(arguments)) else 1

@@ -35,7 +35,7 @@ SHIPPED = [
     "llama3-32k-dense",
     "llama3-32k-wa-cpt",
     "llama31-128k",
-    "smollm2-135m",
+    "smollm2",
     "tiny",
     "tiny-base",
 ]

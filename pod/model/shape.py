@@ -22,6 +22,10 @@ _QWEN3_8B = {
     "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
     "tie_word_embeddings": False,
 }  # fmt: skip
+_SMOLLM2 = {
+    "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+    "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True,
+}  # fmt: skip
 _LLAMA3_70B = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
 KNOWN_CONFIGS: dict[str, dict[str, Any]] = {
     "meta-llama/Meta-Llama-3-8B": _LLAMA3_8B,
@@ -29,6 +33,8 @@ KNOWN_CONFIGS: dict[str, dict[str, Any]] = {
     "meta-llama/Meta-Llama-3-70B": {**_LLAMA3_8B, **_LLAMA3_70B},
     "meta-llama/Llama-3.1-70B": {**_LLAMA3_8B, **_LLAMA3_70B},
     "Qwen/Qwen3-8B": _QWEN3_8B,
+    "HuggingFaceTB/SmolLM2-135M-Instruct": _SMOLLM2,
+    "checkpoints/smollm2-135m": _SMOLLM2,  # the same, where `make smollm2` writes it
 }
 
 

@@ -214,7 +214,8 @@ def test_budgets_add_up(name, anchors):
             assert (held.sum(dim=(0, 2)) == 5 * 2 * 14).all()
             assert (held != 14).any() or anchors is not DENSE
         elif not name.startswith(("cake", "pyramidkv")):
-            assert (held == 14).all()
+            # Between two evictions there is room for what comes.
+            assert (held == 14).all() or (method.when > 1 and (held < 14 + method.when).all())
         elif anchors is DENSE:
             assert (held.sum(dim=0) == 5 * 14).all()
         else:  # a remainder smaller than the smallest block may be left over
