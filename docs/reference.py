@@ -98,7 +98,9 @@ def main(arguments: list[str]) -> int:
     pdoc.render.configure(docformat="google", show_source=False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        pdoc.pdoc(*names, output_directory=out)
+        # A package brings its modules along, also those that cannot be imported here.
+        left_out = [] if importlib.util.find_spec("vllm") else [f"!{name}" for name in sorted(INSIDE_VLLM)]
+        pdoc.pdoc(*names, *left_out, output_directory=out)
     said = [str(one.message) for one in caught if one.category is UserWarning]
     faults += [message for message in said if not any(spared in message for spared in SPARED)]
     for fault in faults:

@@ -9,3 +9,5 @@ server.py       transformers' OpenAI-compatible server with PoD models in it
 
 Only plugin.py and server.py can be imported where vLLM is not.
 """
+
+__all__ = ["plugin", "server"]  # the rest wants vLLM
