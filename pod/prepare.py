@@ -247,10 +247,7 @@ def prepare(
     edges = length_intervals or None
     if edges and (min(edges) < 1 or edges != sorted(set(edges))):
         raise ValueError(f"--length-intervals {' '.join(map(str, edges))}: lengths in tokens, rising, at least 1")
-    for option, limit in (("tokens", max_tokens), ("documents", max_documents)):
-        if limit is not None and not 1 <= limit < float("inf"):
-            raise ValueError(f"--max-{option} {limit}: at least 1")
-    max_tokens = None if max_tokens is None else int(max_tokens)
+    check_limits(max_tokens, max_documents)
     units = find_units(sources)
     if max_tokens is not None or max_documents is not None:
         # Files are often sorted by what they hold: the first of them would be of one kind.
@@ -346,6 +343,17 @@ def check_numbers(
         raise ValueError(f"--sink-size {sink_size} must not be negative, and --recent-size {recent_size} at least 1")
     if sequence_length < 2:
         raise ValueError(f"--sequence-length {sequence_length}: next-token training needs at least 2")
+
+
+def check_limits(max_tokens: float | None, max_documents: int | None) -> None:
+    """Refuse limits that leave nothing.
+
+    Raises:
+        ValueError: names the option and what it may be.
+    """
+    for option, limit in (("tokens", max_tokens), ("documents", max_documents)):
+        if limit is not None and not 1 <= limit < float("inf"):
+            raise ValueError(f"--max-{option} {limit}: at least 1")
 
 
 def check_chat(reading: Reading, units: list[Unit]) -> None:

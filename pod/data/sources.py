@@ -62,7 +62,7 @@ class Reading:
     chat_template: str | None = None
     max_documents: int | None = None
     """Of a unit: reading ends with so many, or with the document that reaches so many tokens."""
-    max_tokens: int | None = None
+    max_tokens: float | None = None
 
     def key(self, unit: Unit) -> str:
         """The name of the unit's files in the work folder."""
