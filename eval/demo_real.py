@@ -16,7 +16,7 @@ pass keys in English at two lengths and RULER's single needles in its own words.
 2K and 8K tokens, decode from it, and continue a passage of the novel.
 
 The report goes to OUT/report.md, report.png and report.json. Differences to dense are paired, text by text and prompt
-by prompt, with intervals of 95 % by resampling. Exit status 1: an interval contradicts one of the report's claims. A
+by prompt, with intervals of 95 % by resampling. Exit status 1: an interval does not bear out one of the report's claims. A
 demo that was stopped goes on with the row where it was.
 """
 
@@ -128,19 +128,21 @@ def measure_caches(models: dict[str, PreTrainedModel], ids: Tensor) -> dict:
     """Bytes of the caches and seconds of a step at each of `CACHED` lengths, the models' steps in turns."""
     found = {}
     for length in CACHED:
-        text = ids[:, torch.arange(length) % ids.shape[1]]
+        text = ids[:, torch.arange(length - ROUNDS * DECODED) % ids.shape[1]]  # decoding fills the rest
         caches = {
-            name: pod.PodCache(model.config) if hasattr(model.config, "share") else DynamicCache(config=model.config)
+            name: pod.PodCache(model.config, max_length=length)
+            if hasattr(model.config, "share")
+            else DynamicCache(config=model.config)
             for name, model in models.items()
         }
         for name, model in models.items():
             for part in tqdm(text.split(1024, dim=1), desc=f"{name}: {length:,} tokens", unit="K tokens"):
                 model(part, past_key_values=caches[name], logits_to_keep=1)
-        sizes = {name: cache_bytes(cache) for name, cache in caches.items()}
         seconds: dict[str, list[float]] = {name: [] for name in models}
         for _ in range(ROUNDS):
             for name, model in models.items():
                 seconds[name].append(decode_seconds(model, caches[name], text[:, :1]))
+        sizes = {name: cache_bytes(cache) for name, cache in caches.items()}
         expected = pod.PodCache(models["PoD, adapted"].config).expected_nbytes(length, itemsize=4)
         medians = {name: statistics.median(some) for name, some in seconds.items()}
         found[str(length)] = {"bytes": sizes, "expected_bytes": expected, "seconds": medians}
@@ -177,22 +179,14 @@ def table(rows: dict[str, dict]) -> str:
 
 
 def claims(rows: dict[str, dict], caches: dict) -> list[tuple[str, bool]]:
-    """What the report says, and whether its own intervals leave that standing."""
-    adapted, converted = compared(rows, "PoD, adapted"), compared(rows, "PoD, converted")
-    kinds = [kind for kind in KINDS if kind in adapted]
-    return [
-        *(
-            (f"{kind}: bits per byte of PoD, adapted, are within 1 % of dense", adapted[kind][1] <= 1.01)
-            for kind in kinds
-        ),
-        *((f"{kind}: the adapter brings it nearer to dense", adapted[kind][0] < converted[kind][0]) for kind in kinds),
-        ("pass keys: at least 0.97 of dense", adapted["keys"][2] >= 0.97),
-        ("RULER's single needles: at least 0.97 of dense", adapted["needles"][2] >= 0.97),
-        (
-            "the cache holds the bytes of the formula",
-            all(each["bytes"]["PoD, adapted"] == each["expected_bytes"] for each in caches.values()),
-        ),
-    ]
+    """What the report says, and whether its own intervals bear it out."""
+    found = []
+    for other in ("PoD, converted", "window"):
+        for kind, some in rows["PoD, adapted"]["bits"].items():
+            _, _, high = ratio(some["all"], rows[other]["bits"][kind]["all"])
+            found.append((f"{kind}: fewer bits per byte with the adapter than of {other}", high < 1))
+    exact = all(each["bytes"]["PoD, adapted"] == each["expected_bytes"] for each in caches.values())
+    return [*found, ("the cache holds the bytes of the formula", exact)]
 
 
 def draw(rows: dict[str, dict], caches: dict, path: Path) -> None:
