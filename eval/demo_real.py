@@ -16,8 +16,8 @@ pass keys in English at two lengths and RULER's single needles in its own words.
 2K and 8K tokens, decode from it, and continue a passage of the novel.
 
 The report goes to OUT/report.md, report.png and report.json. Differences to dense are paired, text by text and prompt
-by prompt, with intervals of 95 % by resampling. Exit status 1: an interval does not bear out one of the report's claims. A
-demo that was stopped goes on with the row where it was.
+by prompt, with intervals of 95 % by resampling. Exit status 1: an interval does not bear out one of the report's
+claims. A demo that was stopped goes on with the row where it was.
 """
 
 import argparse
