@@ -129,7 +129,7 @@ def replays_equal_steps(model, steps, replays, monkeypatch, method, **options):
     assert all(torch.equal(one, other) for one, other in zip(cache.storages(), plain.storages(), strict=True))
     if isinstance(method, AdaKV):
         first, second = cache._storage.tables[0].slots.sizes
-        assert first != second  # ragged heads
+        assert (first != second).any()  # ragged heads
     # What the host has counted is right for what comes after the replays, too.
     for layer in range(len(model.config.blocks.anchors)):
         assert torch.equal(cache.positions(layer), plain.positions(layer))
