@@ -201,7 +201,7 @@ def draw(rows: dict[str, dict], caches: dict, path: Path) -> None:
             shown = {key: value for key, value in compared(rows, name).items() if key in keys}
             places = [keys.index(key) + 0.2 * (index - 1) for key in shown]
             values = [100 * (value - less) for value, _, _ in shown.values()]
-            spread = [[100 * abs(end - value[0]) for value in shown.values() for end in [value[at]]] for at in (1, 2)]
+            spread = [[100 * abs(value[end] - value[0]) for value in shown.values()] for end in (1, 2)]
             axes.errorbar(places, values, spread, fmt="o", capsize=3, label=name)
         axes.set_xticks(range(len(keys)), keys, fontsize=8)
         axes.axhline(100 * (1 - less), color="gray", linewidth=0.8)

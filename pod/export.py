@@ -39,7 +39,7 @@ from pod.model.weights import load_causal_lm
 from pod.recipe.errors import RecipeError
 from pod.recipe.loading import load_recipe
 from pod.terminal import exit_status
-from pod.training.adapters import merge
+from pod.training.adapters import merge, peft_name
 from pod.training.base_model import first_config
 
 CARD = """---
@@ -411,7 +411,7 @@ def _write_adapter(checkpoint: dict, run: Path, aside: Path, out: Path, dtype: t
     anchors = hparams["blocks"]
     shape = model.config.num_hidden_layers, model.config.num_key_value_heads
     blocks = LayerBlocks.dense(*shape) if anchors is None else LayerBlocks(anchors)
-    weights = {name.removeprefix("model.").replace(".default.", "."): value for name, value in state.items()}
+    weights = {peft_name(name.removeprefix("model.")): value for name, value in state.items()}
     save(aside, trained["base"], weights, blocks, {name: trained[name] for name in FIELDS}, lora)
     return model
 

@@ -394,7 +394,11 @@ def read_documents(
         ValueError: nothing readable, more unreadable than allowed, a bad MDS shard.
     """
     task = partial(read_unit, reading=reading, folder=work, skip_bad_shards=skip_bad_shards)
-    found = in_parallel(task, units, num_proc, "Tokenising", partial(_is_enough, reading=reading))
+
+    def is_enough(done: list[dict[str, Any]]) -> bool:
+        return reading.is_enough(*(sum(unit[name] for unit in done) for name in ("documents", "tokens")))
+
+    found = in_parallel(task, units, num_proc, "Tokenising", is_enough)
     skipped = [problem for unit in found for problem in unit["problems"]]
     found = [unit for unit in found if unit["documents"]]
     first = "; the first: {file}:{line}: {problem}".format(**skipped[0]) if skipped else ""
@@ -420,11 +424,6 @@ def read_documents(
     if reading.max_tokens is not None:  # and with the document that reaches them
         count = min(count, int(np.searchsorted(np.cumsum(table["length"]), reading.max_tokens)) + 1)
     return Documents(table[:count], [each["key"] for each in found], unit[:count], begin[:count], skipped)
-
-
-def _is_enough(found: list[dict[str, Any]], reading: Reading) -> bool:
-    limits = (("documents", reading.max_documents), ("tokens", reading.max_tokens))
-    return any(limit is not None and sum(unit[name] for unit in found) >= limit for name, limit in limits)
 
 
 def choose(

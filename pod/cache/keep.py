@@ -25,6 +25,7 @@ from pod.eviction.base import BEYOND_MEMORY, runs_of
 from pod_kernels import Segments, attention_weights
 from pod_kernels.dispatch import runs_triton
 from pod_kernels.segments import MAX_LOGITS, Change, Chosen
+from pod_kernels.slots import rotated
 
 if TYPE_CHECKING:
     from pod.cache.slots import SlotStorage
@@ -72,7 +73,7 @@ class Moments:
         counts = positions >= start
         cos, sin = (part.float()[None, :, None] for part in rotary(positions.clamp(min=0)))
         # Turned back; a rotary that scales (YaRN) has scaled twice then.
-        states = _rotated(queries.float(), cos, -sin) / (cos.square() + sin.square())
+        states = _turned(queries.float(), cos, -sin) / (cos.square() + sin.square())
         states = states * counts[None, :, None, :, None]
         return cls(counts.sum(dim=1), states.sum(dim=3), states.mT @ states, rotary)
 
@@ -91,37 +92,40 @@ class Moments:
         spread = self.second / count[..., None] - mean[..., :, None] * mean[..., None, :]
         ahead = newest[:, None] + 1 + torch.arange(future, device=newest.device)
         cos, sin = (part.float().mean(dim=1)[None, :, None] for part in self.rotary(ahead))
-        mean = _rotated(mean, cos, sin)
+        mean = _turned(mean, cos, sin)
         cos, sin = cos[..., None, :], sin[..., None, :]
-        spread = _rotated(_rotated(spread, cos, sin).mT, cos, sin)
+        spread = _turned(_turned(spread, cos, sin).mT, cos, sin)
         keys = keys.float()[:, :, None]
         linear = (keys @ mean[..., None])[..., 0]
         return linear * scale + ((keys @ spread) * keys).sum(dim=-1) * (scale**2 / 2)
 
 
-def _rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`states` [.., D], turned by cos and sin [.., d] in their first d channels, halves against each other."""
-    turned, rest = states[..., : cos.shape[-1]], states[..., cos.shape[-1] :]
-    low, high = turned.chunk(2, dim=-1)
-    return torch.cat([turned * cos + torch.cat([-high, low], dim=-1) * sin, rest], dim=-1)
+def _turned(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`states` [.., D], rotated by a model's cos and sin [.., D], whose halves are alike."""
+    return rotated(states, *(part.chunk(2, dim=-1)[0] for part in (cos, sin)))
 
 
 @dataclass
 class Stored:
-    """Keys and values [A, B, N, D] of the units anchored in a layer; the values are fetched when they are asked for."""
+    """Keys and values [A, B, N, D] of the units anchored in a layer; both are fetched when they are asked for."""
 
-    keys: Tensor
+    fetch_keys: Callable[[], Tensor]
     fetch_values: Callable[[], Tensor]
     rows: slice = field(default_factory=lambda: slice(None))
 
+    @cached_property
+    def keys(self) -> Tensor:
+        """[A, B, N, D] of the rows."""
+        return self.fetch_keys()[:, self.rows]
+
     def of_rows(self, rows: slice) -> "Stored":
         """The same of some rows."""
-        return Stored(self.keys, self.fetch_values, rows)
+        return Stored(self.fetch_keys, self.fetch_values, rows)
 
     def __call__(self, name: str) -> Tensor:
         """As `Observation.stored`."""
-        states = self.keys if name == "keys" else self.fetch_values()
-        return states[:, self.rows].transpose(0, 1)
+        states = self.keys if name == "keys" else self.fetch_values()[:, self.rows]
+        return states.transpose(0, 1)
 
 
 class Seen(Observation):
@@ -145,7 +149,7 @@ class Seen(Observation):
         scale: float,
         moments: Moments | None = None,
     ) -> None:
-        keys, self.stored, self._moments = stored.keys[:, stored.rows], stored, moments
+        keys, self.stored, self._moments = stored.keys, stored, moments
         self._given = queries, keys, positions.transpose(0, 1), query_positions, scale
         self.positions, self.newest = positions, newest
         self.in_order, self.decoding = True, False
@@ -212,6 +216,12 @@ class Decision:
                 f"are always kept: {protected} last ones and {most} sinks of blocks of several layers. Raise "
                 "budget, or convert the model with a smaller sink_size"
             )
+        kind = config.rope_parameters["rope_type"]
+        if method.moments_from is not None and kind in ("dynamic", "longrope"):
+            raise ValueError(
+                f"{type(method).__name__} turns queries to other positions, and with RoPE of the type {kind} angles "
+                "change with the longest position in use: choose another method"
+            )
         self.begin()
 
     @property
@@ -267,9 +277,10 @@ class Decision:
             What is kept of each unit, scores [B, A, T], and budgets [A, B].
         """
         heads, newest = self.storage.orders[layer][: len(keys)], positions[:, -1]
+        stored = Stored(lambda: keys, lambda: values)
         held = positions[:, None].expand(-1, len(keys), -1)
         live = np.tile((newest + 1).tolist(), (len(keys), 1))
-        stage = self._stage(layer, heads, live, window, Stored(keys, lambda: values), held, newest)
+        stage = self._stage(layer, heads, live, window, stored, held, newest)
         budgets = self._allocated(stage, newest)
         targets = self._targets(live, budgets)
         return self._chosen(layer, heads, held, newest, stage.scores, targets), stage.scores, budgets
@@ -278,7 +289,8 @@ class Decision:
         """Add the chunk's attention to carried scores, and keep its last queries for the decision."""
         table = self.storage.tables[layer]
         if self._sums:
-            sees = self._stored(layer), table.positions(), window.positions[:, -1]
+            held = table.positions()
+            sees = self._stored(layer, held.shape[2]), held, window.positions[:, -1]
             table.add_scores(self._scored(lambda method, rows: _summed(method, *_of_rows(rows, window, *sees))))
         if layer in self.windows:
             before = self.windows[layer]
@@ -297,7 +309,14 @@ class Decision:
         carried = table.carried() if self._sums else None
         table.held = np.array(table.live().tolist())
         stage = self._stage(
-            layer, table.heads, table.held, self.windows[layer], self._stored(layer), held, newest, carried
+            layer,
+            table.heads,
+            table.held,
+            self.windows[layer],
+            self._stored(layer, held.shape[2]),
+            held,
+            newest,
+            carried,
         )
         if not self._sums:
             table.scores = Segments.packed(table.slots.sizes, len(held), 1, dtype=torch.float32, device=held.device)
@@ -305,9 +324,8 @@ class Decision:
         table.budgets = self._allocated(stage, newest)
         table.targets = self._targets(table.held, table.budgets)
 
-    def _stored(self, layer: int) -> Stored:
-        keys = self.storage.keys(layer)
-        return Stored(keys, lambda: self.storage.values(layer)[:, :, : keys.shape[2]])
+    def _stored(self, layer: int, width: int) -> Stored:
+        return Stored(lambda: self.storage.keys(layer), lambda: self.storage.values(layer)[:, :, :width])
 
     def excess(self, layer: int, newest: Tensor, length: int) -> dict[Unit, Change]:
         """What is to stay of units whose last layer is at most `layer` and which hold more than they may.
@@ -435,7 +453,7 @@ class Decision:
         held, weights = table.positions(), weights.transpose(0, 1)
 
         def score(method: Eviction, rows: slice) -> Tensor:
-            stored = self._stored(layer).of_rows(rows)
+            stored = self._stored(layer, held.shape[2]).of_rows(rows)
             seen = Observation(weights[rows], held[rows], newest[rows], False, decoding=True, stored=stored)
             return method.score(seen)
 

@@ -61,8 +61,13 @@ class Reading:
     chat: bool = False
     chat_template: str | None = None
     max_documents: int | None = None
-    """Of a unit: reading ends with so many, or with the document that reaches so many tokens."""
+    """Of all that is read, and so of a unit: it ends with so many, or with the document that reaches so many tokens."""
     max_tokens: float | None = None
+
+    def is_enough(self, documents: int, tokens: int) -> bool:
+        """Whether so much is as much as is wanted."""
+        limits = ((documents, self.max_documents), (tokens, self.max_tokens))
+        return any(limit is not None and count >= limit for count, limit in limits)
 
     def key(self, unit: Unit) -> str:
         """The name of the unit's files in the work folder."""
@@ -410,7 +415,7 @@ def read_unit(unit: Unit, reading: Reading, folder: Path, skip_bad_shards: bool)
                     marks.write(learned.astype(np.uint8).data)
                 table += len(ids).to_bytes(8, "little") + digest
                 tokens += len(ids)
-                if _enough(len(table) // DOCUMENT.itemsize, tokens, reading):
+                if reading.is_enough(len(table) // DOCUMENT.itemsize, tokens):
                     break
     except BadShard as error:
         ids_file.unlink()
@@ -427,11 +432,6 @@ def read_unit(unit: Unit, reading: Reading, folder: Path, skip_bad_shards: bool)
         aside.write_text(json.dumps({"sha256": digests, "result": result}))
         os.replace(aside, note)
     return result
-
-
-def _enough(documents: int, tokens: int, reading: Reading) -> bool:
-    limits = ((documents, reading.max_documents), (tokens, reading.max_tokens))
-    return any(limit is not None and count >= limit for count, limit in limits)
 
 
 def _digest(path: Path) -> str | None:

@@ -8,7 +8,8 @@ killed run stopped, refuses what was made with other settings or weights, has th
 import argparse
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -107,6 +108,32 @@ def check_limit(limit: int | None) -> None:
     """Raises ValueError where `--limit` leaves no sample."""
     if limit is not None and limit < 1:
         raise ValueError(f"--limit must be at least 1 sample, got {limit}")
+
+
+def resolve_sets(
+    names: Sequence[str], groups: Mapping[str, Sequence[str]], sets: Iterable[str], what: str
+) -> list[str]:
+    """The sets of a benchmark that names and names of groups stand for, each once.
+
+    Args:
+        names: what --tasks gives.
+        groups: name -> sets.
+        sets: all names of sets.
+        what: the benchmark's name, for the error.
+
+    Raises:
+        ValueError: an unknown name, with the closest valid one.
+    """
+    known, found = list(sets), {}
+    for name in names:
+        if name not in groups and name not in known:
+            close = get_close_matches(name, (*groups, *known), n=1) or known
+            raise ValueError(
+                f"--tasks {name}: no set of {what} and no group; did you mean {', '.join(close)}? The groups are "
+                f"{', '.join(groups)}"
+            )
+        found.update(dict.fromkeys(groups.get(name, (name,))))
+    return list(found)
 
 
 def folders_of(ckpts: Sequence[str], out: Path) -> dict[str, Path]:

@@ -18,14 +18,13 @@ system message; a base model reads system message and question, and `Answer:` op
 
 import argparse
 from collections.abc import Iterator, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from pod.evaluation import metrics, report
-from pod.evaluation.benchmark import Benchmark, Row, Score, add_limit, check_limit, command
+from pod.evaluation.benchmark import Benchmark, Row, Score, add_limit, check_limit, command, resolve_sets
 from pod.evaluation.lines import Fields, read_lines
 from pod.evaluation.metrics.l_eval import GROUPS, SETS
 from pod.evaluation.runner import Request, as_chat, question_at, tokenise
@@ -107,13 +106,7 @@ def resolve_tasks(names: Sequence[str]) -> list[str]:
     Raises:
         ValueError: an unknown name, with the closest valid one.
     """
-    found: dict[str, None] = {}
-    for name in names:
-        if name not in GROUPS and name not in SETS:
-            close = get_close_matches(name, (*GROUPS, *SETS), n=1) or list(SETS)
-            raise ValueError(f"--tasks {name}: no set of L-Eval and no group; did you mean {', '.join(close)}?")
-        found.update(dict.fromkeys(GROUPS.get(name, (name,))))
-    return list(found)
+    return resolve_sets(names, GROUPS, SETS, "L-Eval")
 
 
 def load_samples(data: str, task: str) -> list[dict[str, Any]]:

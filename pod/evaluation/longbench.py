@@ -17,7 +17,6 @@ a blank changes, so their odd spellings and their trailing newlines stay.
 import argparse
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from pod.evaluation import metrics, report
-from pod.evaluation.benchmark import Benchmark, Row, Score, add_limit, check_limit, command
+from pod.evaluation.benchmark import Benchmark, Row, Score, add_limit, check_limit, command, resolve_sets
 from pod.evaluation.lines import Fields, check_fields, parse_lines
 from pod.evaluation.runner import Predictions, Request, asked_last, tokenise
 
@@ -180,14 +179,7 @@ def resolve_tasks(names: Sequence[str]) -> list[str]:
     Raises:
         ValueError: an unknown name, with the closest valid one.
     """
-    found: dict[str, None] = {}
-    for name in names:
-        if name not in GROUPS and name not in TASKS:
-            close = get_close_matches(name, (*GROUPS, *TASKS), n=1)
-            hint = f"did you mean {close[0]}?" if close else f"the sets are {', '.join(TASKS)}"
-            raise ValueError(f"--tasks {name}: no set of LongBench and no group ({', '.join(GROUPS)}); {hint}")
-        found.update(dict.fromkeys(GROUPS.get(name, (name,))))
-    return list(found)
+    return resolve_sets(names, GROUPS, TASKS, "LongBench")
 
 
 def load_samples(data: str, task: str) -> list[dict[str, Any]]:

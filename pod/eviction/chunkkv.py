@@ -38,9 +38,10 @@ class ChunkKV(SnapKV):
     def score(self, seen: Observation) -> Tensor:
         prefix = seen.prefix(self.window)
         scores = super().score(seen).masked_fill(~prefix, 0).sum(dim=1, keepdim=True).expand(prefix.shape)
-        chunk = torch.where(prefix, seen.positions // self.chunk_size, 0)
-        count = int(chunk.max()) + 1
-        sums, sizes = scores.new_zeros(*chunk.shape[:2], count), scores.new_zeros(*chunk.shape[:2], count)
+        # Chunks are numbered as they come: of a prefill, slots are in order of position.
+        begins = (seen.positions // self.chunk_size).diff(dim=-1) != 0
+        chunk = torch.nn.functional.pad(begins.cumsum(dim=-1), (1, 0))
+        sums, sizes = torch.zeros_like(scores), torch.zeros_like(scores)
         sums.scatter_add_(2, chunk, scores)
         sizes.scatter_add_(2, chunk, prefix.to(scores.dtype))
         # A token's score is its chunk's rank and, below 1, its own rank in the row: chunks stay whole.

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from pod.eviction.base import Eviction, Observation
@@ -55,4 +56,4 @@ class ExpectedAttention(Eviction):
         # A row of sinks alone has no softmax.
         attention = logits.softmax(dim=-1).nan_to_num(0.0).mean(dim=2)
         scores = (attention + self.epsilon) * seen.values.norm(dim=-1)
-        return scores.masked_fill(is_sink, 2 * float(scores.amax()) + 1)
+        return torch.where(is_sink, 2 * scores.amax() + 1, scores)

@@ -30,7 +30,10 @@ class KeyScores(Eviction):
         super().__post_init__()
         if self.every < 0:
             raise ValueError(f"{type(self).__name__}: every must not be negative, got {self.every}")
-        object.__setattr__(self, "when", self.every)
+
+    @property
+    def when(self) -> int:
+        return self.every
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ class LagKV(KeyScores):
         place = rank - self.sinks  # among the tokens that are parted, in order of position
         whole = (held.sum(dim=-1) - self.sinks).div(self.lag, rounding_mode="floor").clamp(min=0)
         is_scored = held & (place >= 0) & (place < ((whole - 1) * self.lag)[..., None])
-        parts = max(int(whole.max()), 2)
+        parts = max((held.shape[-1] - self.sinks) // self.lag, 2)  # at most; read from no device
         is_parted = held & (place >= 0) & (place < (whole * self.lag)[..., None])
         spare = parts * self.lag  # where everything else goes
         column = torch.where(is_parted, place, spare)

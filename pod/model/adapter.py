@@ -60,7 +60,7 @@ def save(
     Args:
         folder: is made.
         base: the model that it belongs to, as `load` takes it.
-        weights: lora_A.weight [r, in] and lora_B.weight [out, r] of each matrix, by the matrix's place in the model.
+        weights: A [r, in] and B [out, r] of each matrix, by PEFT's names.
         blocks, fields: what it was trained with; `fields` are those of `FIELDS`.
         lora: rank, alpha, dropout and targets (q, k, v, o, gate, up, down), as in a recipe.
 
@@ -81,7 +81,7 @@ def save(
         base_model_name_or_path=base,
         inference_mode=True,
     ).save_pretrained(folder)
-    state = {f"base_model.model.{name}": weight.contiguous() for name, weight in weights.items()}
+    state = {name: weight.contiguous() for name, weight in weights.items()}
     save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     LayerBlocks(blocks.anchors, {**blocks.metadata, **fields}).save(folder / "blocks.json")
 

@@ -62,6 +62,11 @@ def add_adapters(model: nn.Module, rank: int, alpha: float, dropout: float, targ
             parameter.data = parameter.data.float()
 
 
+def peft_name(name: str) -> str:
+    """How PEFT's files call a parameter of an adapter, which has `name` in the model with adapters."""
+    return f"base_model.model.{name.replace(f'.{_ADAPTER}.', '.')}"
+
+
 @torch.no_grad()
 def go_on_from(model: nn.Module, folder: Path, alpha: float) -> None:
     """Give a model's adapters the weights of an exported one.
@@ -83,15 +88,9 @@ def go_on_from(model: nn.Module, folder: Path, alpha: float) -> None:
         theirs = read_json(folder / "adapter_config.json").get("lora_alpha")
     if theirs != alpha:
         raise ValueError(f"lora.alpha={alpha:g}, and lora.adapter={folder} was trained with {theirs}: set lora.alpha")
-    ours = {
-        f"base_model.model.{name.replace(f'.{_ADAPTER}.', '.')}": parameter
-        for name, parameter in model.named_parameters()
-        if ".lora_" in name
-    }
-    if (
-        others := {name: value.shape for name, value in saved.items()}.items()
-        ^ {name: parameter.shape for name, parameter in ours.items()}.items()
-    ):
+    ours = {peft_name(name): parameter for name, parameter in model.named_parameters() if ".lora_" in name}
+    shapes = [{(name, value.shape) for name, value in some.items()} for some in (saved, ours)]
+    if others := shapes[0] ^ shapes[1]:
         name, shape = min(others)
         raise ValueError(
             f"lora.adapter={folder} does not fit lora.rank and lora.targets: {name} {list(shape)} has no counterpart"

@@ -18,6 +18,7 @@ from pod.eviction import (
     Cascade,
     ChunkKV,
     Eviction,
+    ExpectedAttention,
     KeyDiff,
     LagKV,
     LMInfinite,
@@ -781,6 +782,15 @@ def test_a_row_of_padding_only(method):
         new = tokens(2, 1, seed=step)
         assert_close(fed(model, cache, new, mask)[1], fed(model, alone, new[1:])[0])
     assert cache.positions(0)[1, 0, :4].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_moments_want_angles_that_stay(kind):
+    config = build().config
+    config.rope_parameters = config.rope_parameters | {"rope_type": kind}
+    with pytest.raises(ValueError, match=f"ExpectedAttention turns queries .* RoPE of the type {kind}"):
+        pod.PodCache(config, eviction=ExpectedAttention(16))
+    pod.PodCache(config, eviction=SnapKV(16, window=4))
 
 
 @pytest.mark.parametrize("method", [SnapKV, H2O], ids=lambda method: method.__name__)
