@@ -44,8 +44,9 @@ from pod.evaluation.perplexity import perplexity
 from pod.evaluation.ruler import make_requests, score
 from pod.evaluation.runner import Predictions, predict, settle
 from pod.evaluation.texts import stretches, token_ids
-from pod.files import read_json
+from pod.files import read_json, weights_sum
 from pod.model.gguf import local
+from pod.model.weights import weights_hash
 from pod.terminal import exit_status
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -239,7 +240,10 @@ def run(options: argparse.Namespace) -> bool:
     texts = held_out(options.data, tokenizer, options.texts)
     novel = (options.data / "held-out/novel.txt").read_text(encoding="utf-8")
     first = config.sink_size + config.recent_size + 1  # the first position that is foretold with a distant token
-    settings = {name: str(getattr(options, name)) for name in ("base", "adapter", "texts", "keys", "needles", "seed")}
+    settings = {name: getattr(options, name) for name in ("texts", "keys", "needles", "seed")}
+    # Rows of other weights are no rows of these, whatever the folders are called.
+    settings |= {"base": weights_hash(options.base), "adapter": weights_sum(options.adapter)}
+    settings |= {"anchors": config.blocks.anchors.tolist(), **sizes, "share": config.share}
     settle(options.out, settings)
     rows = {}
     for name, make in models.items():
