@@ -88,6 +88,7 @@ def streamed(text: str) -> str:
     return "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
 
 
+@pytest.mark.slow
 @needs_server
 def test_a_chat_is_answered_whole_and_streamed(tmp_path):
     path = with_tokenizer(tmp_path)
@@ -108,6 +109,7 @@ def test_a_chat_is_answered_whole_and_streamed(tmp_path):
         assert "".join(part.choices[0].delta.content or "" for part in parts) == wanted
 
 
+@pytest.mark.slow
 @needs_server
 def test_requests_at_once_are_answered_one_after_the_other(tmp_path):
     """With eviction: each has a cache of its own."""
@@ -122,6 +124,7 @@ def test_requests_at_once_are_answered_one_after_the_other(tmp_path):
     assert [answer["choices"][0]["message"]["content"] for answer in answers] == [wanted] * 4
 
 
+@pytest.mark.slow
 @needs_server
 @pytest.mark.parametrize(
     ("option", "cache"),
@@ -138,6 +141,7 @@ def test_the_cache_is_the_one_that_was_asked_for(option, cache, tmp_path):
         assert json.loads(posted(address, asked(path)))["choices"][0]["message"]["content"] == wanted
 
 
+@pytest.mark.slow
 @needs_server
 @pytest.mark.parametrize(
     ("options", "says"),
@@ -154,6 +158,7 @@ def test_what_no_request_could_use_is_refused_at_the_start(options, says, tmp_pa
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @needs_server
 def test_a_stock_model_is_left_to_transformers(tmp_path, capsys):
     from engines import tiny
