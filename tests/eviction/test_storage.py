@@ -786,7 +786,7 @@ def test_a_row_of_padding_only(method):
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_moments_want_angles_that_stay(kind):
-    config = build().config
+    config = copy.deepcopy(build().config)  # one model serves all tests
     config.rope_parameters = config.rope_parameters | {"rope_type": kind}
     with pytest.raises(ValueError, match=f"ExpectedAttention turns queries .* RoPE of the type {kind}"):
         pod.PodCache(config, eviction=ExpectedAttention(16))
