@@ -118,5 +118,6 @@ GPU_OUT ?= runs/speed
 
 gpu: export PYTHONPATH := $(CURDIR):$(CURDIR)/kernels
 gpu:
+	$(GPU_PYTHON) -m pod.autotune recipe=llama3-32k --lengths 8192 --time-limit 60
 	timeout 180 $(GPU_PYTHON) -m pytest -m gpu -q $$(grep -rl --include='test_*.py' 'mark\.gpu' tests); tests=$$?; \
 	$(GPU_PYTHON) eval/speed.py --suite all --device cuda --out $(GPU_OUT) && exit $$tests

@@ -22,10 +22,9 @@ replays of a CUDA graph, and the page says where they could not be captured. Whe
 known, its rate is printed too, with its share of what a large product or copy reached in the same run. Where only
 attention or storing is measured the cache is filled with random keys and values, without running the model.
 
-Writes speed-SUITE.json after every measurement, then speed.md, and prints it; at its end are the lines of
-`pod_kernels.dispatch` and the goals. What fails is said there, the rest is measured, and the exit status is 1. `--suite
-all` runs each suite in a process of its own: an error that leaves a GPU unusable costs one suite, of which the rest is
-measured without the fused kernels and cuDNN.
+Writes speed-SUITE.json after every measurement, then speed.md, and prints it; at its end are the goals. What fails is
+said there, the rest is measured, and the exit status is 1. `--suite all` runs each suite in a process of its own: an
+error that leaves a GPU unusable costs one suite, of which the rest is measured without the fused kernels and cuDNN.
 """
 
 import argparse
@@ -44,7 +43,7 @@ from typing import Any
 import timing
 import torch
 from dense_attention import OTHERS
-from speed_goals import goals, winner_lines
+from speed_goals import goals
 from speed_setting import SETTINGS, Setting, shared_blocks
 from speed_works import POD_CUDNN, SHORTEST, SUITES, decode_after_eviction, prefill
 from timing import BYTES, OPERATIONS, SCALE
@@ -194,7 +193,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def page(suites: list[dict[str, Any]], kind: str, broken: list[str]) -> str:
-    """All that is printed: what the figures are from, the suites' tables, what failed, the goals, the winners.
+    """All that is printed: what the figures are from, the suites' tables, what failed, the goals.
 
     Args:
         suites: what `run_suite` wrote.
@@ -207,9 +206,6 @@ def page(suites: list[dict[str, Any]], kind: str, broken: list[str]) -> str:
     failed = broken + [line for facts in suites for line in facts["failed"]]
     if failed:
         parts.append("### failed\n\n" + "\n".join(f"- {line}" for line in failed))
-    lines = winner_lines(suites, commit)
-    if lines:
-        parts.append(f"For kernels/pod_kernels/dispatch.py:\n\n{lines}")
     table = goals(suites, kind)
     return "\n\n".join(parts + ([f"### goals\n\n{table}"] if table else []))
 

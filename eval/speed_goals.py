@@ -1,20 +1,15 @@
-"""What a run of `eval/speed.py` says: the goals it reached, and the lines of `pod_kernels.dispatch`."""
+"""What a run of `eval/speed.py` says of the goals."""
 
-import os
-import statistics
 from collections.abc import Callable
 from fnmatch import fnmatch
 from typing import Any, NamedTuple
 
 import timing
-import torch
 from dense_attention import FLASH, OTHERS
 from speed_setting import FUSED, Setting
 from speed_works import (
-    POD_CUDNN,
     SUITES,
     TAU,
-    attention_forward,
     attention_training,
     cascade_prefill,
     decode_attention,
@@ -26,8 +21,6 @@ from speed_works import (
 from timing import Measured
 
 from pod.evaluation import report
-from pod_kernels import dispatch
-from pod_kernels.flash import CUDNN, FLASH_VARIABLE
 
 
 class Goal(NamedTuple):
@@ -123,42 +116,3 @@ def goals(suites: list[dict[str, Any]], kind: str) -> str:
             ]
         )
     return report.markdown_table(["goal", "reached", "goal's number"], rows) if rows else ""
-
-
-def winner_lines(suites: list[dict[str, Any]], commit: str) -> str:
-    """Lines of `pod_kernels.dispatch.WINNERS`, from what ran by both backends; empty without.
-
-    Of decoding, all lengths together are one line: a cache does not change its backend as it grows.
-    """
-    ways = {
-        "PoD": ("composed", os.environ.get(FLASH_VARIABLE) or None),
-        POD_CUDNN: ("composed", CUDNN),
-        "PoD" + FUSED: ("fused", None),
-    }
-    works = {attention_forward: "forward", attention_training: "training", decode_attention: "decode"}
-    works = {measurement.__name__: work for measurement, work in works.items()}
-    times: dict[dispatch.ShapeClass, dict[str, float]] = {}
-    dates = {}
-    for facts in suites:
-        for record in facts["results"]:
-            medians = {name: statistics.median(record["seconds"][name]) for name in ways if name in record["seconds"]}
-            if record["what"] not in works or not {"PoD", "PoD" + FUSED} <= medians.keys():
-                continue
-            work = works[record["what"]]
-            length = max(reached for reached in dispatch.LENGTHS if reached <= record["tokens"])
-            shapes = dispatch.ShapeClass(
-                facts["device"],
-                getattr(torch, facts["dtype"]).itemsize,
-                facts["head_dim"],
-                0 if work == "decode" else length,
-                work,
-            )
-            # What did not run at one of a class's lengths has no sum to compare.
-            sums = times.get(shapes, dict.fromkeys(medians, 0.0))
-            times[shapes] = {name: total + medians[name] for name, total in sums.items() if name in medians}
-            dates[shapes] = facts["date"]
-    lines = {}
-    for shapes, sums in times.items():
-        backend, flash = ways[min(sums, key=sums.get)]
-        lines[shapes] = dispatch.Winner(backend, dates[shapes], commit, flash)
-    return "\n".join(f"    {shapes!r}: {winner!r},".replace("'", '"') for shapes, winner in lines.items())

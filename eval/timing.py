@@ -24,8 +24,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pod.evaluation import report
-from pod_kernels.dispatch import VARIABLE
-from pod_kernels.flash import FLASH_VARIABLE
+from pod_kernels.dispatch import forced
 
 OPERATIONS, BYTES = "TFLOP/s", "GB/s"
 SCALE = {OPERATIONS: 1e12, BYTES: 1e9}
@@ -213,18 +212,8 @@ def by(backend: str, work: Callable[[], object], flash: str | None = None) -> Ca
     """
 
     def run() -> None:
-        chosen = os.environ.get(FLASH_VARIABLE, "") if flash is None else flash
-        meanwhile = {VARIABLE: backend, FLASH_VARIABLE: chosen}
-        before = {name: os.environ.get(name) for name in meanwhile}
-        os.environ.update(meanwhile)
-        try:
+        with forced(backend, flash):
             work()
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
 
     return run
 

@@ -11,6 +11,7 @@ prepare.py      python -m pod.prepare: text into prepared samples
 fit.py          python -m pod.fit: training
 export.py       python -m pod.export: a Hugging Face directory
 generate.py     python -m pod.generate: text, speed, cache bytes
+autotune.py     python -m pod.autotune: which kernels run on this GPU, checked and timed
 serve.py        python -m pod.serve: OpenAI's protocol, one request at a time
 eval.py         python -m pod.eval NAME: benchmarks and measurements
 model/          the models

@@ -172,9 +172,9 @@ def test_speed_of_attention_by_flash_attention_and_by_cudnn(monkeypatch):
     setting = Setting("cuda", torch.float16, rounds=1, recent=24, eviction=(), shape=sizes, sinks=4)
     monkeypatch.setattr(speed_works, "dense_attentions", lambda *_: {})
     backward = "_scaled_dot_product_cudnn_attention_backward"
-    # What an earlier measurement said is not what "PoD" is.
-    shapes = dispatch.ShapeClass(PROPERTIES.name, 2, 16, 0, "training")
-    monkeypatch.setitem(dispatch.WINNERS, shapes, dispatch.Winner("composed", "2000-01-01", "0000000", "cuDNN"))
+    # What was chosen is not what "PoD" is.
+    shapes = dispatch.ShapeClass(PROPERTIES.name, "float16", 16, 0, "training")
+    monkeypatch.setattr(dispatch, "_fixed", {shapes: dispatch.Choice("composed", "cuDNN")})
     CALLED.clear()
     found = speed_works.attention_training(setting, 64)
     assert set(found.seconds) >= {"PoD", "PoD, cuDNN"} and "POD_FLASH_IMPLEMENTATION" not in os.environ
@@ -250,9 +250,9 @@ def test_generate_with_kernels_by_a_graph(options, kernels, monkeypatch):
     assert Graph.replays == 2
 
 
-def test_decoding_takes_the_kernels_where_they_were_measured(kernels, monkeypatch):
-    shapes = dispatch.ShapeClass(PROPERTIES.name, 4, models(2)[0].config.head_dim, 0, "decode")
-    monkeypatch.setitem(dispatch.WINNERS, shapes, dispatch.Winner("fused", "2000-01-01", "0000000"))
+def test_decoding_takes_the_kernels_where_they_were_chosen(kernels, monkeypatch):
+    shapes = dispatch.ShapeClass(PROPERTIES.name, "float32", models(2)[0].config.head_dim, 0, "decode")
+    monkeypatch.setattr(dispatch, "_fixed", {shapes: dispatch.Choice("fused")})
     assert_generates_alike("auto", max_length=40)
     assert "_attend" in kernels and "forward_kernel" not in kernels
 

@@ -7,7 +7,7 @@ pieces.py              the plan of those pieces: every pair once
 flash.py               one piece and its log-sum-exp: torch's flash attention, cuDNN's, or eager chunks
 custom_ops.py          composed as one operation for torch.compile
 attention.py           shared_score_attention: chooses between them
-dispatch.py            which implementation runs, and which was measured to be the fastest
+dispatch.py            which implementation runs: the one that is named, or was found right and fastest here
 segments.py            how a cache stores vectors: packed segments, rings, what is chosen of them
 cached.py              attention of a few queries to a cache, and its reference
 skipping.py            early skip: distant values that a decode step leaves unread, and their counts

@@ -8,8 +8,8 @@ On CUDA torch's own flash attention is FlashAttention 2, as the flash-attn packa
 POD_FLASH_IMPLEMENTATION names another one: "FA3" or "FA4", for whoever has these installed, take its place in torch (as
 with `torch.nn.attention.activate_flash_attention_impl`), and then run all of the process's attention; "cuDNN" takes the
 causal squares, nearly all of the work of long sequences, and leaves the window, which cuDNN has not in torch, and the
-sinks to the flash attention. It plans each new shape anew, and so is for whole sequences of few lengths. Without the
-variable, what was measured to be the fastest runs (`dispatch.WINNERS`), so far nothing; where it is empty, torch's own.
+sinks to the flash attention. It plans each new shape anew, and so is for whole sequences of few lengths. "eager" is the
+matmuls, on any device. Without the variable, what `pod.autotune` chose runs; where it is empty, torch's own.
 """
 
 import os
@@ -21,15 +21,14 @@ import torch
 import torch.nn.attention
 from torch import Tensor
 
-from pod_kernels import dispatch
+from pod_kernels.dispatch import FLASH_VARIABLE, chosen, shape_class
 from pod_kernels.pieces import Piece
 
 Kernel = Literal["flash_cpu", "flash_cuda", "cudnn", "eager"]
 
 # Logits that the eager kernel holds at once.
 EAGER_LOGITS = 2**23
-FLASH_VARIABLE = "POD_FLASH_IMPLEMENTATION"
-CUDNN = "cuDNN"
+CUDNN, EAGER = "cuDNN", "eager"
 
 
 def choose_kernel(q: Tensor, v: Tensor) -> Kernel:
@@ -38,8 +37,8 @@ def choose_kernel(q: Tensor, v: Tensor) -> Kernel:
     Raises:
         ValueError: POD_FLASH_IMPLEMENTATION names what does not exist or is not installed.
     """
-    dim = q.shape[-1]
-    if v.shape[-1] != dim:
+    dim, name = q.shape[-1], os.environ.get(FLASH_VARIABLE)
+    if v.shape[-1] != dim or name == EAGER:
         return "eager"
     if q.device.type == "cpu":
         return "flash_cpu"
@@ -52,10 +51,9 @@ def choose_kernel(q: Tensor, v: Tensor) -> Kernel:
         or torch.cuda.get_device_capability(q.device) < (8, 0)
     ):
         return "eager"
-    name = os.environ.get(FLASH_VARIABLE)
     if name is None:
         work = "training" if q.requires_grad or v.requires_grad else "forward"
-        name = dispatch.flash(dispatch.shape_class(q, work))
+        name = chosen(shape_class(q, work)).flash
     if name == CUDNN:
         # Its backward ends at 128 on most GPUs.
         return "cudnn" if dim <= 128 else "flash_cuda"
@@ -73,7 +71,7 @@ def activate_flash(name: str) -> None:
     """
     valid = torch.nn.attention.list_flash_attention_impls()
     if name not in valid:
-        names = ", ".join(map(repr, (CUDNN, *valid)))
+        names = ", ".join(map(repr, (CUDNN, EAGER, *valid)))
         raise ValueError(f"{FLASH_VARIABLE} {name!r} does not exist: there are {names}")
     try:
         torch.nn.attention.activate_flash_attention_impl(name)

@@ -73,9 +73,13 @@ def attend(problem: Problem) -> tuple[Tensor, Tensor | None, Tensor | None]:
     if window_only:
         visible = visible & proximal
 
-    logits = torch.matmul(q.to(accumulate), repeated(k).transpose(2, 3)) * scale
+    def products(queries: Tensor, keys: Tensor) -> Tensor:
+        # Under autocast they come in half precision, which has no number as low as the one below.
+        return torch.matmul(queries.to(accumulate), repeated(keys).transpose(2, 3)).to(accumulate) * scale
+
+    logits = products(q, k)
     if q_distant is not None:
-        distant = torch.matmul(q_distant.to(accumulate), repeated(k_distant).transpose(2, 3)) * scale
+        distant = products(q_distant, k_distant)
         logits = torch.where(proximal, logits, distant)
     # The lowest finite number, not -inf: a padded query sees nothing, and its softmax must not become NaN.
     logits = logits.masked_fill(~visible, torch.finfo(accumulate).min)

@@ -23,7 +23,7 @@ class SkipStats:
         decisions: (row, query head, layer) that are no anchors and had distant tokens.
         skipped: those of them that read no distant token.
         distant_values: value vectors of the distant tokens of those layers' rows and KV heads.
-        unread_values: those of them that no query head of their group needed, and that were not read.
+        unread_values: those of them that no query head of their group needed: unread on a CPU and by the kernels.
     """
 
     decisions: int = 0
@@ -89,6 +89,15 @@ def attend_skipping(
     lowest = torch.finfo(logits.dtype).min
     weights = torch.cat([logits[:anchors], logits[anchors:].masked_fill(skips & is_distant, lowest)])
     weights = torch.softmax(weights, dim=-1)[..., 0, :].to(values.dtype)
+    if values.device.type != "cpu":  # the host would have to wait for what was decided: torch reads what is not needed
+        if stats is not None:
+            distant = is_distant[:, 0, 0].sum(dim=-1)  # [B]
+            decided = skips[..., 0, 0] & (distant > 0)[:, None]
+            heads = decided.shape[-1] * (distant > 0).expand(decided.shape[:2])
+            each = [heads, decided.sum(dim=-1), distant.expand(heads.shape), distant * decided.all(dim=-1)]
+            counts = stats.counter(values.shape[1], len(values), values.device)
+            counts[:, anchors:] += torch.stack(each, dim=-1).transpose(0, 1)
+        return weights @ values
     out = values.new_zeros(*weights.shape[:-1], values.shape[-1])
     out[:anchors] = weights[:anchors] @ values[:anchors]
     decided, newest = skips[..., 0, 0].tolist(), positions[:, 0].tolist()

@@ -337,12 +337,12 @@ class SlotStorage(Storage):
 
     def begin(self, step: Step, inputs: Tensor, rotary: Rotary) -> None:
         self.step, self.count = step, step.positions.shape[1]
-        if self.policy is not None and self.policy.moments_from is not None:
-            self.rotary = partial(rotary, inputs[:, :1].detach())
         if self.has_share and self.rows.budgets is None and not self.in_prefill:
             self.take_share([seen + new for seen, new in zip(step.seen, step.new, strict=True)])
         self.is_decoding = self.count == 1 and not step.is_first and not self.in_prefill
         self.acts = self.policy is not None and not self.is_frozen and not self.is_decoding
+        if self.acts and self.policy.moments_from is not None:
+            self.rotary = partial(rotary, inputs[:, :1].detach())
         self.is_direct = self.acts and step.is_first and not self.in_prefill
         if self.policy is not None and not self.in_prefill and not self.is_decoding:
             self.decision.begin()

@@ -13,6 +13,7 @@ gguf.py               GGUF files as Hugging Face folders, in the user's cache
 weights.py            all of a model's weights loaded, or refused by name; what tells them from others
 sequence_parallel.py  the exchange around attention: whole sequences of a rank's own heads
 shape.py              a model's sizes from its config: parameters, FLOPs
+trial.py              one way to run attention, checked and timed in a process of its own
 memory.py             what a training step and generating take of a GPU, by kind; the longest sample, the largest batch
 """
 

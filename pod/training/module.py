@@ -27,6 +27,7 @@ from pod.training.adapters import add_adapters, go_on_from, without_adapters
 from pod.training.base_model import first_config
 from pod.training.data import PodDataModule
 from pod.training.loss import IGNORED, chunked_cross_entropy, chunked_distillation, shifted
+from pod_kernels import dispatch
 
 
 class Sections(NamedTuple):
@@ -255,6 +256,8 @@ class PodModule(lightning.LightningModule):
         # The first process may have analysed the model while the others waited.
         if self.trainer.world_size > 1:
             self.hparams.blocks = self.trainer.strategy.broadcast(self.hparams.blocks)
+            # Machines may have been tuned apart; ranks that run other kernels would not stay equal.
+            dispatch.fix(self.trainer.strategy.broadcast(dispatch.known()))
 
     def on_train_batch_start(self, batch: dict[str, Tensor], index: int) -> None:
         # What loggers go by: one too many where a run goes on from another's end that was a moment to validate.
@@ -389,6 +392,7 @@ class PodModule(lightning.LightningModule):
         if self._root_device.type == "cuda":  # dropout draws there
             checkpoint["cuda_rng_state"] = torch.cuda.get_rng_state(self._root_device)
         checkpoint["accumulate"] = self.trainer.accumulate_grad_batches
+        checkpoint["kernels"] = dispatch.known()
 
     def _names(self, trained: bool) -> set[str]:
         """Names of the parameters that are trained, or of those that are not."""
@@ -414,6 +418,8 @@ class PodModule(lightning.LightningModule):
                 if kind == "current" and isinstance(data, PodDataModule):
                     done = data.batches_trained()
                 counts.update({name: done + count - counts["ready"] for name, count in counts.items()})
+        if "kernels" in checkpoint:  # a run keeps what it began with
+            dispatch.fix(checkpoint["kernels"])
         if "rng_state" in checkpoint:
             torch.set_rng_state(checkpoint["rng_state"].cpu())
         if "cuda_rng_state" in checkpoint and self._root_device.type == "cuda":

@@ -1,10 +1,7 @@
-"""What a run's numbers say of the goals, and the lines for the table of winners."""
+"""What a run's numbers say of the goals."""
 
-from speed_goals import goals, winner_lines
+from speed_goals import goals
 from speed_setting import DENSE
-
-from pod_kernels.dispatch import ShapeClass, Winner
-from pod_kernels.flash import FLASH_VARIABLE
 
 
 def record(what, tokens, by_bytes=None, **seconds):
@@ -42,36 +39,3 @@ def test_goals_take_our_best_and_the_hardest_to_beat():
     assert "| storing a token, ring, 16K: concatenation by it    |          200 |" in goals(
         [facts("cache", stored)], "cpu"
     )
-
-
-def test_winners_are_lines_to_paste(monkeypatch):
-    monkeypatch.delenv(FLASH_VARIABLE, raising=False)
-    runs = [
-        record("attention_training", 32_768, PoD=2.0, PoD__fused=1.0),
-        record("attention_forward", 8192, PoD=2.0, PoD__fused=3.0),
-        record("attention_forward", 131_072, PoD=2.0, PoD__cuDNN=1.0),
-        record("attention_training", 131_072, PoD=2.0, PoD__cuDNN=1.0, PoD__fused=1.5),
-        record("attention_forward", 65_536, PoD=2.0, PoD__cuDNN=3.0, PoD__fused=2.5),
-    ]
-    steps = [record("decode_attention", 32_768, PoD=2.0, PoD__fused=3.0)]
-    steps += [record("decode_attention", 131_072, PoD=5.0, PoD__fused=3.0), record("decode", 4096, PoD=1, PoD__fused=9)]
-    suites = [facts("attention", *runs, date="2026-01-02"), facts("decode", *steps, date="2026-01-03")]
-    text = winner_lines(suites, "abc")
-    assert eval(f"{{{text}}}") == {
-        ShapeClass("H100", 2, 128, 16_384, "training"): Winner("fused", "2026-01-02", "abc"),
-        ShapeClass("H100", 2, 128, 4096, "forward"): Winner("composed", "2026-01-02", "abc"),
-        ShapeClass("H100", 2, 128, 65_536, "training"): Winner("composed", "2026-01-02", "abc", "cuDNN"),
-        ShapeClass("H100", 2, 128, 65_536, "forward"): Winner("composed", "2026-01-02", "abc"),
-        ShapeClass("H100", 2, 128, 0, "decode"): Winner("fused", "2026-01-03", "abc"),
-    }
-    # What ran at some lengths of a class only has a smaller sum, and has not won.
-    once = [
-        record("attention_forward", 65_536, PoD=2.0, PoD__cuDNN=1.9, PoD__fused=1.0),
-        record("attention_forward", 131_072, PoD=5.0, PoD__fused=6.0),
-    ]
-    for both in (once, once[::-1]):
-        (winner,) = eval(f"{{{winner_lines([facts('attention', *both, date='2026-01-02')], 'abc')}}}").values()
-        assert winner == Winner("composed", "2026-01-02", "abc")
-    monkeypatch.setenv(FLASH_VARIABLE, "FA3")
-    (winner,) = eval(f"{{{winner_lines([facts('attention', runs[1], date='2026-01-02')], 'abc')}}}").values()
-    assert winner == Winner("composed", "2026-01-02", "abc", "FA3")

@@ -441,17 +441,13 @@ def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     shared_score_attention(q, q, q, sink_size=1, recent_size=2)
 
 
-def test_auto_takes_the_measured_winner(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_takes_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(dispatch.VARIABLE, raising=False)
-    shapes = dispatch.ShapeClass("a GPU", 2, 128, 4096, "training")
-    monkeypatch.setitem(dispatch.WINNERS, shapes, dispatch.Winner("fused", "2000-01-01", "0000000"))
+    shapes = dispatch.ShapeClass("a GPU", "bfloat16", 128, 4096, "training")
+    monkeypatch.setattr(dispatch, "_fixed", {shapes: dispatch.Choice("fused")})
     assert dispatch.resolve_backend("auto", shapes) == "fused"
-    for other in (
-        None,
-        shapes._replace(gpu="another"),
-        shapes._replace(length=16_384),
-        shapes._replace(work="forward"),
-    ):
+    others = {"gpu": "another", "dtype": "float16", "head_dim": 64, "length": 16_384, "work": "forward"}
+    for other in (None, *(shapes._replace(**{name: value}) for name, value in others.items())):
         assert dispatch.resolve_backend("auto", other) == "composed"
     assert dispatch.resolve_backend("reference", shapes) == "reference"
     monkeypatch.setenv(dispatch.VARIABLE, "reference")
@@ -466,19 +462,16 @@ def test_classes_of_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
         device, dtype, shape = torch.device("cuda"), torch.bfloat16, (1, 8, 5000, 128)
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
-    assert dispatch.shape_class(Queries, "training") == dispatch.ShapeClass("a GPU", 2, 128, 4096, "training")
+    assert dispatch.shape_class(Queries, "training") == dispatch.ShapeClass("a GPU", "bfloat16", 128, 4096, "training")
     Queries.shape = (1, 8, 1, 64)
-    assert dispatch.shape_class(Queries, "forward") == dispatch.ShapeClass("a GPU", 2, 64, 0, "forward")
+    assert dispatch.shape_class(Queries, "forward") == dispatch.ShapeClass("a GPU", "bfloat16", 64, 0, "forward")
     Queries.shape = (9000, 64)
-    assert dispatch.shape_class(Queries, "decode") == dispatch.ShapeClass("a GPU", 2, 64, 0, "decode")
+    assert dispatch.shape_class(Queries, "decode") == dispatch.ShapeClass("a GPU", "bfloat16", 64, 0, "decode")
     assert dispatch.shape_class(torch.zeros(1, 1, 4, 16), "training") is None
 
 
-def test_entries_of_the_table_are_whole() -> None:
+def test_names_of_backends() -> None:
     assert dispatch.NAMES == tuple(attention.BACKENDS)
-    for shapes, winner in dispatch.WINNERS.items():
-        assert winner.backend in attention.BACKENDS and shapes.length in dispatch.LENGTHS
-        assert len(winner.date) == 10 and len(winner.commit) >= 7, shapes
 
 
 def test_triton_is_imported_by_nothing_else() -> None:
