@@ -2,6 +2,7 @@
 
     make demo-real
     python eval/demo_real.py --texts 12 --keys 150 --needles 50      # with narrower intervals; hours
+    python eval/demo_real.py --also "window, trained=runs/window" "greedy, adapted=runs/greedy"     # other adapters
 
 Four rows, all in float32:
 
@@ -9,9 +10,10 @@ Four rows, all in float32:
     PoD, converted      its layers share distant scores, by the adapter's blocks, without any training
     PoD, adapted        the shipped adapter on top
     window              sinks and recent tokens alone: what distant tokens are worth
+    others              adapters that `--also` names, such as controls with the same steps
 
 Each reads held-out text of three kinds (the novel that the repository brings; modules and manuals of this machine
-that no training saw, by the hash of their content; a kind that is not there is left out), the first three also answer
+that no training saw, by the hash of their content; a kind that is not there is left out); all but windows also answer
 pass keys in English at two lengths and RULER's single needles in its own words. Then dense and adapted fill a cache of
 2K and 8K tokens, decode from it, and continue a passage of the novel.
 
@@ -27,6 +29,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -97,7 +100,7 @@ def measure_row(
 ) -> dict:
     """Everything about the quality of one row that the report shows, text by text and prompt by prompt."""
     found = {"bits": {kind: bits(model, tokenizer, some, first, f"{name}: {kind}") for kind, some in texts.items()}}
-    if name == "window":
+    if getattr(model.config, "share", None) == "window":
         return found
     per_depth = math.ceil(options.keys / len(DEPTHS) / len(KEY_LENGTHS))
     prompts = [
@@ -182,7 +185,7 @@ def table(rows: dict[str, dict]) -> str:
 def claims(rows: dict[str, dict], caches: dict) -> list[tuple[str, bool]]:
     """What the report says, and whether its own intervals bear it out."""
     found = []
-    for other in ("PoD, converted", "window"):
+    for other in (name for name in rows if name not in ("dense", "PoD, adapted")):
         for kind, some in rows["PoD, adapted"]["bits"].items():
             _, _, high = ratio(some["all"], rows[other]["bits"][kind]["all"])
             found.append((f"{kind}: fewer bits per byte with the adapter than of {other}", high < 1))
@@ -200,7 +203,7 @@ def draw(rows: dict[str, dict], caches: dict, path: Path) -> None:
     ):
         for index, name in enumerate(name for name in rows if name != "dense"):
             shown = {key: value for key, value in compared(rows, name).items() if key in keys}
-            places = [keys.index(key) + 0.2 * (index - 1) for key in shown]
+            places = [keys.index(key) + 0.6 * (index - 1) / (len(rows) - 1) for key in shown]
             values = [100 * (value - less) for value, _, _ in shown.values()]
             spread = [[100 * abs(value[end] - value[0]) for value in shown.values()] for end in (1, 2)]
             axes.errorbar(places, values, spread, fmt="o", capsize=3, label=name)
@@ -237,6 +240,10 @@ def run(options: argparse.Namespace) -> bool:
         "PoD, adapted": lambda: adapted,
         "window": lambda: pod.convert(dense, whole, **sizes, share="window").eval(),
     }
+    files = {name: f"{name}.json" for name in models}
+    for name, folder in options.also:
+        models[name] = partial(pod.load, options.base, folder, dtype="float32")
+        files[name] = f"{name}-{weights_sum(folder)[:12]}.json"
     texts = held_out(options.data, tokenizer, options.texts)
     novel = (options.data / "held-out/novel.txt").read_text(encoding="utf-8")
     first = config.sink_size + config.recent_size + 1  # the first position that is foretold with a distant token
@@ -247,7 +254,7 @@ def run(options: argparse.Namespace) -> bool:
     settle(options.out, settings)
     rows = {}
     for name, make in models.items():
-        kept = options.out / f"rows/{name}.json"
+        kept = options.out / "rows" / files[name]
         if not kept.is_file():
             report.write_json(kept, measure_row(make(), tokenizer, texts, novel, first, name, options))
         rows[name] = read_json(kept)
@@ -292,11 +299,20 @@ def run(options: argparse.Namespace) -> bool:
     return all(stands for _, stands in held)
 
 
+def named(text: str) -> tuple[str, Path]:
+    """`NAME=FOLDER` of an adapter."""
+    name, _, folder = text.rpartition("=")
+    if not name or "/" in name:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=FOLDER")
+    return name, Path(folder)
+
+
 @exit_status
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", default="checkpoints/smollm2-135m", help="the dense model (make smollm2)")
     parser.add_argument("--adapter", type=Path, default=ADAPTER, help=f"({ADAPTER.relative_to(ROOT)})")
+    parser.add_argument("--also", type=named, nargs="+", default=[], metavar="NAME=FOLDER", help="further adapters")
     parser.add_argument("--data", type=Path, default=Path("data/english"), help="what data/corpus.py writes")
     parser.add_argument("--texts", type=int, default=3, help="stretches of each kind of text (3)")
     parser.add_argument("--keys", type=int, default=10, help="pass keys, of both lengths together (10)")
