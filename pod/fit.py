@@ -8,7 +8,7 @@
     python -m pod.fit recipe=llama3-32k plan=true gpu=H100 utilisation=0.4    # memory, FLOPs, hours; trains nothing
 
 The run itself is `pod.training.run`, which brings lightning: the lists, the help and the plan do without. It writes
-into the run's folder `recipe.yaml`, `blocks.json`, `logs/` and `steps/step=N.ckpt`, `best/`.
+into the run's folder `recipe.yaml`, `blocks.json`, `logs/` and `steps/step=N.ckpt`, `best/`, at the end `summary.md`.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ def main(arguments: list[str]) -> int:
         return show_plan(arguments)
     if not arguments or {"--help", "-h"} & set(arguments):
         main_recipe(arguments, "pod.fit")  # prints, and ends here
-    require("train", "lightning", "torchdata", "torchmetrics", what="pod.fit")
+    require("train", "lightning", "torchdata", "torchmetrics", "matplotlib", what="pod.fit")
     from lightning.pytorch.utilities import rank_zero_only
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 

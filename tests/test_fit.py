@@ -125,6 +125,9 @@ def test_fit_writes_what_it_says(trained):
     logged = ("train_loss", "lr", "grad_norm", "tokens_per_second", "val_loss", "val_bits_per_byte", "val_passkey")
     for column in (*logged, "gate/layer_0", "gate/layer_2"):
         assert any(row[column] for row in rows), column
+    text = (trained / "summary.md").read_text()
+    assert text.startswith("# ") and ": 10 steps" in text and "| validation loss" in text
+    assert (trained / "summary.png").stat().st_size > 10_000
 
 
 def test_the_device_is_asked_for_numbers_at_logged_steps_only(prepared, tmp_path, monkeypatch):

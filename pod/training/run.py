@@ -38,6 +38,7 @@ from pod.training.checkpoints import Checkpoints, SaveAtEnd, TimeLimit, WholeFil
 from pod.training.data import PodDataModule
 from pod.training.module import PodModule
 from pod.training.strategy import UlyssesDeepSpeedStrategy
+from pod.training.summary import Summary
 
 
 class MetricsWriter(ExperimentWriter):
@@ -347,6 +348,7 @@ def make_trainer(recipe: Recipe, out: Path, save_at_end: SaveAtEnd) -> lightning
             ),
             save_at_end,
             TimeLimit(recipe.trainer.time_limit),
+            Summary(out),
             StepsBar(),
         ],
         default_root_dir=out,
