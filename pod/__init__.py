@@ -45,6 +45,7 @@ _LATER = {
     "UlyssesDeepSpeedStrategy": "pod.training.strategy",
     "convert": "pod.model.families",
     "load": "pod.model.adapter",
+    "reconstruct": "pod.model.reconstruction",
 }
 for _family in ("Llama", "Mistral", "Phi3", "Qwen2", "Qwen3"):
     _LATER |= {f"Pod{_family}Config": "pod.model.config", f"Pod{_family}ForCausalLM": "pod.model.families"}
@@ -101,5 +102,6 @@ __all__ = [
     "convert",
     "eviction",
     "load",
+    "reconstruct",
     "similarity",
 ]

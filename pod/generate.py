@@ -103,7 +103,8 @@ def generate(
     start = time.perf_counter()
     try:
         if asks_apart(eviction):
-            read_context(model, cache, ids, question_tokens(tokenizer, request, ids[0].tolist()))
+            count = question_tokens(tokenizer, request, ids[0].tolist())
+            read_context(model, cache, ids, count, tokenizer=tokenizer)
         output = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
