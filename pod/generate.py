@@ -104,7 +104,8 @@ def generate(
     try:
         if asks_apart(eviction):
             count = question_tokens(tokenizer, request, ids[0].tolist())
-            read_context(model, cache, ids, count, tokenizer=tokenizer)
+            suffix = text[asked_at + len(question) :] or "\n"
+            read_context(model, cache, ids, count, tokenizer=tokenizer, suffix=suffix)
         output = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),

@@ -187,6 +187,7 @@ def read_context(
     question: int,
     attention_mask: torch.Tensor | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    suffix: str = "\n",
 ) -> None:
     """Read prompts without their questions into an empty cache; `generate` on the whole prompts goes on from there.
 
@@ -196,7 +197,7 @@ def read_context(
         input_ids: [B, T] whole prompts.
         question: how many last tokens of each row are its question, at least 1.
         attention_mask: [B, T], 0 for padding on the left; None when all are real.
-        tokenizer: makes KVzip's requests; without it the context alone is repeated.
+        tokenizer, suffix: make KVzip's requests, see `pod.reconstruct`; without them the context alone is repeated.
 
     Raises:
         ValueError: a row without a context or without a question.
@@ -218,7 +219,7 @@ def read_context(
         logits_to_keep=1,
     )
     if cache.eviction.waits:
-        reconstruct(model, cache, input_ids[:, : context.shape[1]], tokenizer, context)
+        reconstruct(model, cache, input_ids[:, : context.shape[1]], tokenizer, context, suffix)
 
 
 def cache_bytes(cache: Cache) -> int:

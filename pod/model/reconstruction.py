@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from pod.cache import PodCache
 
 FIRST = "\n\nRepeat the previous context exactly."
-LATER = "\n\nRepeat the part of the previous context exactly, starting with "
+LATER = "\n\nRepeat the part of the previous context exactly, starting with"
 LEAD = 8  # tokens that the request for a later chunk names
 _QUERIES = 128  # whose weights are in memory at once
 
@@ -27,6 +27,7 @@ def reconstruct(
     input_ids: Tensor,
     tokenizer: PreTrainedTokenizerBase | None = None,
     attention_mask: Tensor | None = None,
+    suffix: str = "\n",
 ) -> None:
     """Evict from a cache that holds a context and nothing else, whose method is `pod.eviction.KVzip`.
 
@@ -36,6 +37,7 @@ def reconstruct(
         input_ids: [B, N] the context.
         tokenizer: makes tokens of the requests; None feeds the context's tokens alone.
         attention_mask: [B, N], 0 for padding on the left; None when all are real.
+        suffix: text behind a request; where the context is a user's turn, how a chat template ends it.
 
     What is fed needs room: where the cache's storage is full, a larger one stands beside it meanwhile.
 
@@ -56,7 +58,7 @@ def reconstruct(
     scores: dict[int, Tensor] = {}
     for start in range(0, longest, method.chunk):
         end = min(start + method.chunk, longest)
-        fed = [torch.cat([_request(row, start, tokenizer), row[start:end]]) for row in rows]
+        fed = [torch.cat([_request(row, start, tokenizer, suffix), row[start:end]]) for row in rows]
         if not min(map(len, fed)):  # a row that has ended gets a token, which is not looked at
             fed = [part if len(part) else row[-1:] for part, row in zip(fed, rows, strict=True)]
         width = max(map(len, fed))
@@ -123,9 +125,12 @@ def chunk_scores(
     return best.masked_fill(~in_chunk[:, None], -1)
 
 
-def _request(row: Tensor, start: int, tokenizer: PreTrainedTokenizerBase | None) -> Tensor:
+def _request(row: Tensor, start: int, tokenizer: PreTrainedTokenizerBase | None, suffix: str) -> Tensor:
     """[n] the tokens that ask for the chunk of a row that begins at `start`."""
     if tokenizer is None:
         return row[:0]
-    ids = tokenizer(LATER if start else FIRST, add_special_tokens=False).input_ids
-    return torch.cat([row.new_tensor(ids), row[max(0, start - LEAD) : start]])
+    asked, ended = (
+        row.new_tensor(tokenizer(text, add_special_tokens=False).input_ids if text else [])
+        for text in (LATER if start else FIRST, suffix)
+    )
+    return torch.cat([asked, row[max(0, start - LEAD) : start], ended])

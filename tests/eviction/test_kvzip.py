@@ -12,8 +12,8 @@ from test_cache import ANCHORS, DENSE, assert_close, build, fed, left_padded, to
 import pod
 from pod.eviction import AdaKV, Combined, KVzip, SnapKV
 
-REQUESTS = {"exactly.": [5, 6, 7], "starting with ": [8, 9]}  # the last words of a request
-LEAD = 8
+REQUESTS = {"exactly.": [5, 6, 7], "starting with": [8, 9], "<end>": [10]}  # the last words of what is asked
+SUFFIX, LEAD = "<end>", 8
 
 
 def tokenizer(text, add_special_tokens):
@@ -48,7 +48,7 @@ def loop_scores(model, row, method, with_request):
         new = row[chunk].tolist()
         if with_request:
             lead = row[max(0, start - LEAD) : start].tolist()
-            new = REQUESTS["starting with " if start else "exactly."] + lead + new
+            new = REQUESTS["starting with" if start else "exactly."] + lead + REQUESTS[SUFFIX] + new
         again = pod.PodCache(config)
         fed(model, again, row[None])
         seen = recording(again)
@@ -99,7 +99,7 @@ def test_kept_positions_are_those_of_a_loop(lengths, anchors, with_request, budg
     with cache.prefill() if len(lengths) == 1 else torch.no_grad():
         fed(model, cache, ids, mask, (13, ids.shape[1] - 13) if len(lengths) == 1 else ())
     whole = cache.nbytes()
-    pod.reconstruct(model, cache, ids, tokenizer if with_request else None, mask)
+    pod.reconstruct(model, cache, ids, tokenizer if with_request else None, mask, SUFFIX)
     total = 0
     for row, length in enumerate(lengths):
         tokens_of_row = ids[row, -length:]
