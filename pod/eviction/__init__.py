@@ -4,9 +4,8 @@ base.py                what a method says, three kinds of it, and what it is sho
 snapkv.py, pyramidkv.py, adakv.py, sagekv.py, h2o.py, tova.py, cake.py, chunkkv.py    one method each, by scores
 criticalkv.py, zigzagkv.py      SnapKV's scores with what values add to the output; shared between layers
 expected.py            Expected Attention: scores by the moments of the prompt's queries
-keys.py                Knorm, KeyDiff, LagKV: scores of what is stored, without queries
+keys.py                Knorm, KeyDiff, LagKV, Q-Filters: scores of what is stored, without queries
 kvzip.py               KVzip: what is looked at while the context is repeated, of all layers together
-qfilters.py            Q-Filters: keys by directions that were measured once
 combined.py            one method's scores under another's allocation
 streaming.py, cascade.py    methods that keep tokens by their places
 quest.py               keeps all, and chooses what a step reads
@@ -50,10 +49,9 @@ from pod.eviction.combined import Combined
 from pod.eviction.criticalkv import CriticalKV
 from pod.eviction.expected import ExpectedAttention
 from pod.eviction.h2o import H2O
-from pod.eviction.keys import KeyDiff, Knorm, LagKV
+from pod.eviction.keys import KeyDiff, Knorm, LagKV, QFilters
 from pod.eviction.kvzip import KVzip
 from pod.eviction.pyramidkv import PyramidKV
-from pod.eviction.qfilters import QFilters
 from pod.eviction.quest import Quest
 from pod.eviction.sagekv import SageKV
 from pod.eviction.snapkv import SnapKV
