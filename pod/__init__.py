@@ -7,6 +7,8 @@ files.py        files that are whole or not there, checksums, errors that name t
 blocks.py       LayerBlocks: the greedy grouping, the saving, JSON, a picture
 similarity.py   how alike two layers' attention is, and what sharing it would cost
 analyze.py      python -m pod.analyze: similarity, blocks, pictures
+calibration.py  the file of what was measured of a model once: head scores, filters
+calibrate.py    python -m pod.calibrate: RazorAttention's, KVzip's and Q-Filters' measurements
 prepare.py      python -m pod.prepare: text into prepared samples
 fit.py          python -m pod.fit: training
 export.py       python -m pod.export: a Hugging Face directory
@@ -44,6 +46,7 @@ _LATER = {
     "UlyssesDeepSpeedStrategy": "pod.training.strategy",
     "convert": "pod.model.families",
     "load": "pod.model.adapter",
+    "reconstruct": "pod.model.reconstruction",
 }
 for _family in ("Llama", "Mistral", "Phi3", "Qwen2", "Qwen3"):
     _LATER |= {f"Pod{_family}Config": "pod.model.config", f"Pod{_family}ForCausalLM": "pod.model.families"}
@@ -100,5 +103,6 @@ __all__ = [
     "convert",
     "eviction",
     "load",
+    "reconstruct",
     "similarity",
 ]

@@ -103,7 +103,9 @@ def generate(
     start = time.perf_counter()
     try:
         if asks_apart(eviction):
-            read_context(model, cache, ids, question_tokens(tokenizer, request, ids[0].tolist()))
+            count = question_tokens(tokenizer, request, ids[0].tolist())
+            suffix = text[asked_at + len(question) :] or "\n"
+            read_context(model, cache, ids, count, tokenizer=tokenizer, suffix=suffix)
         output = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from calibrated import with_filters
 from test_cache import fed
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -74,7 +75,7 @@ SCENARIOS = {
 }
 
 # Every hyper-parameter is given: no other default changes a case. Knorm is not here: equal tokens have keys of equal
-# norm in the first layer, so that rounding decides.
+# norm in the first layer, so that rounding decides. KVzip is not: it takes more than what is fed here.
 BUDGET = 32
 WINDOW = {"window": 6, "kernel_size": 3}
 METHODS = {
@@ -89,6 +90,9 @@ METHODS = {
     "expectedattention": eviction.ExpectedAttention(BUDGET, sinks=4, future=64, epsilon=0.01, window=2),
     "keydiff": eviction.KeyDiff(BUDGET, every=3),
     "lagkv": eviction.LagKV(BUDGET, every=0, sinks=4, lag=16, cross_scoring=False),
+    "qfilters": eviction.QFilters(BUDGET, every=3, window=6, filters="measured"),
+    "criticalkv": eviction.CriticalKV(BUDGET, **WINDOW, pooling="max", epsilon=1e-4),
+    "zigzagkv": eviction.ZigZagKV(BUDGET, **WINDOW, pooling="max", alpha=0.2, held=0.9),
     "combined": eviction.Combined(
         BUDGET,
         eviction.H2O(BUDGET, recent=6),
@@ -213,6 +217,7 @@ def run(case: str, noise: float = 0.0, max_length: int | None = None) -> Record:
     model, scenario, setting = model_of(name, noise), SCENARIOS[scenario], dict(SETTINGS[setting])
     if not scenario.query_aware:
         setting["eviction"] = unaware(setting["eviction"])
+    setting["eviction"] = with_filters(setting.get("eviction"), model.config)
     cache = pod.PodCache(model.config, max_length=max_length, crop_slack=SLACK, **setting)
     draw, projection = np.random.RandomState(0), torch.from_numpy(drawn("projection", VOCAB, 4)).float() / VOCAB**0.5
     mask, logits, kept, nbytes = torch.ones(2, 0, dtype=torch.long), [], [], []

@@ -6,7 +6,7 @@ is for methods that keep tokens by their places.
 
 import copy
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import wraps
@@ -23,7 +23,7 @@ from pod.cache.chain import ChainStorage
 from pod.cache.file import read_cache, write_cache
 from pod.cache.row_runs import RowRuns
 from pod.cache.slots import SlotStorage
-from pod.cache.storage import Rotary, Rows, Storage, broken_off
+from pod.cache.storage import Outputs, Rotary, Rows, Storage, broken_off
 from pod.eviction import ChainPolicy, Eviction, Method, ReadSelector, hyper_parameters, of_hyper_parameters
 from pod.eviction.streaming import WindowAttention
 from pod_kernels import Quantization, SkipStats
@@ -129,6 +129,8 @@ class PodCache(Cache):
         self._pieces = 0  # of the forward that is open, those that are not finished
         self._is_cut = False  # its pieces have some of its columns each
         self._padding: tuple[int, Tensor] | None = None  # its first column, and with how many of padding it begins
+        self._watch: Callable[[int, Tensor, Tensor, float], None] | None = None
+        self._is_peek = False  # all there is, is a copy's
         self._is_counted = True  # False while a forward is counted, and between its pieces
         self._dtype: torch.dtype | None = None  # of what the model computes
         self._storage: Storage
@@ -259,6 +261,40 @@ class PodCache(Cache):
         self._rollback()
         self._storage.close_prefill()
 
+    @contextmanager
+    def peek(self, watch: Callable[[int, Tensor, Tensor, float], None] | None = None) -> Iterator[None]:
+        """Forwards inside attend to what is stored and to each other, and when the block ends they have not been.
+
+        Each is what it would be on a `copy.deepcopy`, eviction included; also rows may be reordered, as beams are. No
+        copy is made of what is held where a method only adds tokens from now on: without eviction, after the context
+        with `query_aware=False`, with Quest. Own keys of proximal tokens are then copied, and new tokens lie in slots
+        that are empty; where these are too few, a larger storage stands beside this one until the block ends
+        (`max_length` avoids that). Methods that evict again, those that keep tokens by their places, and quantization
+        copy what they hold.
+
+        Args:
+            watch: is told of each layer before it attends: its index, queries [B, H, T, D] and keys [B, H_kv, T, D],
+                and the factor on every logit.
+
+        Raises:
+            ValueError: nothing is stored yet, or `prefill()` or another `peek()` is open.
+        """
+        if self.batch_size < 0 or self._storage.in_prefill or self._is_peek:
+            raise ValueError("cache.peek() is for a cache that holds tokens, outside prefill() and another peek()")
+        self._rollback()
+        kept = vars(self).copy()
+        self._go_apart()
+        self._watch = watch
+        try:
+            yield
+        finally:
+            vars(self).update(kept)
+
+    @_outlives_inference
+    def _go_apart(self) -> None:
+        self._rows, storage = self._rows.apart(), self._storage
+        self._storage, self._is_peek = storage.apart(self._rows), True
+
     @property
     def rotates(self) -> bool:
         """Whether queries and keys are handed over before RoPE, and the cache rotates them."""
@@ -311,7 +347,14 @@ class PodCache(Cache):
         return pieces
 
     @_outlives_inference
-    def begin(self, config: PreTrainedConfig, inputs: Tensor, mask: Tensor | None, rotary: Rotary) -> None:
+    def begin(
+        self,
+        config: PreTrainedConfig,
+        inputs: Tensor,
+        mask: Tensor | None,
+        rotary: Rotary,
+        outputs: Outputs | None = None,
+    ) -> None:
         """Make room for the tokens of one forward; the model calls this before its layers.
 
         Args:
@@ -319,6 +362,7 @@ class PodCache(Cache):
             inputs: [B, T, hidden] embeddings; gives rows, tokens and device.
             mask: [B, T] bool, False for padding tokens; None when all are real.
             rotary: the model's rotary embedding, (states, position_ids) -> cos and sin.
+            outputs: its output projections, layer -> [hidden, H * D].
 
         Raises:
             ValueError: another model's cache, another number of rows, padding after a row's first token, more tokens
@@ -349,6 +393,8 @@ class PodCache(Cache):
                 f"the cache was made for {self.max_length} tokens per row and {step.length} are needed: pass a larger "
                 "max_length to pod.PodCache, or none, and it grows"
             )
+        if getattr(self.eviction, "reads_outputs", False):
+            self._storage.outputs = outputs
         self._storage.begin(step, inputs, rotary)
 
     def _rollback(self) -> None:
@@ -437,6 +483,8 @@ class PodCache(Cache):
         Returns:
             [B, H, T, D].
         """
+        if self._watch is not None:
+            self._watch(layer, q, k, scale)
         out = self._storage.attend(layer, q, k, v, (q_distant, k_distant), scale)
         is_cut = not out.requires_grad and (q.requires_grad or v.requires_grad)
         return _CacheBoundary.apply(out, q, v) if is_cut else out
@@ -445,6 +493,29 @@ class PodCache(Cache):
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store one layer's keys and values [B, H_kv, T, D] without attention, in a cache that keeps every token."""
         self._storage.store(layer, k, v)
+
+    def anchor_keys(self, layer: int) -> tuple[Tensor, list[int]]:
+        """Keys [B, A, N, D] that a layer holds as an anchor, and the KV heads that they are of.
+
+        Of an evicting method's cache, in the order of slots, which before an eviction is that of positions.
+        """
+        heads = self.blocks.layout().orders[layer][: self.blocks.layout().num_anchors[layer]]
+        return self._storage.keys(layer).transpose(0, 1), list(heads)
+
+    @_outlives_inference
+    def evict(self, scores: Mapping[int, Tensor]) -> None:
+        """Evict once from the context, by scores that were made of it outside; for `pod.eviction.KVzip`.
+
+        Args:
+            scores: by layer with anchors, in storage order of these [B, A, N] float32, of the positions 0 to N - 1.
+
+        Raises:
+            ValueError: the method is another, the context is evicted from, or there is none.
+        """
+        self._rollback()
+        if self.batch_size < 0 or self._storage.in_prefill or self._is_peek:
+            raise ValueError("cache.evict is for a cache that holds a context, outside prefill() and peek()")
+        self._storage.evict(scores)
 
     # ------------------------------------------------------------------ rows
 
@@ -473,7 +544,7 @@ class PodCache(Cache):
         if self._storage.in_prefill:
             raise ValueError("a copy inside cache.prefill() could not be closed: copy the cache before or after it")
         made = memo[id(self)] = type(self).__new__(type(self))
-        vars(made).update(copy.deepcopy(vars(self), memo))
+        vars(made).update(copy.deepcopy(vars(self), memo), _is_peek=False, _watch=None)
         return made
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

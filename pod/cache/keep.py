@@ -9,9 +9,9 @@ Ties are broken the same way everywhere: of two tokens with equal scores the mor
 Legend: B rows, A units anchored in a layer, G query heads per KV head, T queries, N slots, D head dimension.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -107,24 +107,30 @@ def _turned(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @dataclass
 class Stored:
-    """Keys and values [A, B, N, D] of the units anchored in a layer; both are fetched when they are asked for."""
+    """What there is of the units anchored in a layer, fetched when it is asked for.
 
-    fetch_keys: Callable[[], Tensor]
-    fetch_values: Callable[[], Tensor]
+    Attributes:
+        fetch: "keys" and "values" -> [A, B, N, D]; "output" and "table" as `Observation.stored`, of no row.
+        rows: of keys and values.
+    """
+
+    fetch: dict[str, Callable[[], Tensor]]
     rows: slice = field(default_factory=lambda: slice(None))
 
     @cached_property
     def keys(self) -> Tensor:
         """[A, B, N, D] of the rows."""
-        return self.fetch_keys()[:, self.rows]
+        return self.fetch["keys"]()[:, self.rows]
 
     def of_rows(self, rows: slice) -> "Stored":
         """The same of some rows."""
-        return Stored(self.fetch_keys, self.fetch_values, rows)
+        return Stored(self.fetch, rows)
 
     def __call__(self, name: str) -> Tensor:
         """As `Observation.stored`."""
-        states = self.keys if name == "keys" else self.fetch_values()[:, self.rows]
+        if name in ("output", "table"):
+            return self.fetch[name]()
+        states = self.keys if name == "keys" else self.fetch[name]()[:, self.rows]
         return states.transpose(0, 1)
 
 
@@ -222,6 +228,7 @@ class Decision:
                 f"{type(method).__name__} turns queries to other positions, and with RoPE of the type {kind} angles "
                 "change with the longest position in use: choose another method"
             )
+        self._table = method.table(config)
         self.begin()
 
     @property
@@ -277,7 +284,7 @@ class Decision:
             What is kept of each unit, scores [B, A, T], and budgets [A, B].
         """
         heads, newest = self.storage.orders[layer][: len(keys)], positions[:, -1]
-        stored = Stored(lambda: keys, lambda: values)
+        stored = self._stored(layer, lambda: keys, lambda: values)
         held = positions[:, None].expand(-1, len(keys), -1)
         live = np.tile((newest + 1).tolist(), (len(keys), 1))
         stage = self._stage(layer, heads, live, window, stored, held, newest)
@@ -290,7 +297,7 @@ class Decision:
         table = self.storage.tables[layer]
         if self._sums:
             held = table.positions()
-            sees = self._stored(layer, held.shape[2]), held, window.positions[:, -1]
+            sees = self._in_slots(layer, held.shape[2]), held, window.positions[:, -1]
             table.add_scores(self._scored(lambda method, rows: _summed(method, *_of_rows(rows, window, *sees))))
         if layer in self.windows:
             before = self.windows[layer]
@@ -313,7 +320,7 @@ class Decision:
             table.heads,
             table.held,
             self.windows[layer],
-            self._stored(layer, held.shape[2]),
+            self._in_slots(layer, held.shape[2]),
             held,
             newest,
             carried,
@@ -324,8 +331,17 @@ class Decision:
         table.budgets = self._allocated(stage, newest)
         table.targets = self._targets(table.held, table.budgets)
 
-    def _stored(self, layer: int, width: int) -> Stored:
-        return Stored(lambda: self.storage.keys(layer), lambda: self.storage.values(layer)[:, :, :width])
+    def _in_slots(self, layer: int, width: int) -> Stored:
+        values = partial(self.storage.values, layer)
+        return self._stored(layer, partial(self.storage.keys, layer), lambda: values()[:, :, :width])
+
+    def _stored(self, layer: int, keys: Callable[[], Tensor], values: Callable[[], Tensor]) -> Stored:
+        heads = list(self.storage.orders[layer][: self.storage.num_anchors[layer]])
+        of_model = {
+            "table": lambda: self._table[layer, heads].to(self.storage.rows.lengths.device),
+            "output": lambda: self.storage.output(layer)[heads],
+        }
+        return Stored({"keys": keys, "values": values} | of_model)
 
     def excess(self, layer: int, newest: Tensor, length: int) -> dict[Unit, Change]:
         """What is to stay of units whose last layer is at most `layer` and which hold more than they may.
@@ -417,14 +433,7 @@ class Decision:
             earlier.scores = earlier.candidates = None
             earlier.held = self.storage.tables[earlier.layer].held
         self._stages.append(stage)
-        seen, self._spared, parts = (newest + 1).tolist(), [], []
-        for method, rows in self._runs:
-            always = {unit: sinks + method.protected(self.groups) for unit, sinks in self.sinks.items()}
-            spared = [count <= method.threshold for count in seen[rows]]
-            stages = self._stages if len(self._runs) == 1 else [stage.of_rows(rows) for stage in self._stages]
-            parts.append(method.allocate(Sharing(self.blocks, always, seen[rows], spared, stages)))
-            self._spared += spared
-        budgets = [np.concatenate(stage, axis=1) for stage in zip(*parts, strict=True)]
+        budgets = self._shared(newest, "threshold")
         for earlier, counts in zip(self._stages[:-1], budgets, strict=False):
             earlier.budgets = counts
             table = self.storage.tables[earlier.layer]
@@ -432,6 +441,39 @@ class Decision:
             table.targets = self._targets(table.held, counts)
         stage.budgets = budgets[-1]
         return budgets[-1]
+
+    def _shared(self, newest: Tensor, spares: str) -> list[np.ndarray]:
+        """[A, B] for each stage, what `Eviction.allocate` says; rows of at most the method's `spares` are spared."""
+        seen, self._spared, parts = (newest + 1).tolist(), [], []
+        for method, rows in self._runs:
+            always = {unit: sinks + method.protected(self.groups) for unit, sinks in self.sinks.items()}
+            spared = [count <= getattr(method, spares) for count in seen[rows]]
+            stages = self._stages if len(self._runs) == 1 else [stage.of_rows(rows) for stage in self._stages]
+            parts.append(method.allocate(Sharing(self.blocks, always, seen[rows], spared, stages)))
+            self._spared += spared
+        return [np.concatenate(stage, axis=1) for stage in zip(*parts, strict=True)]
+
+    def of_all(self, scores: Mapping[int, Tensor], newest: Tensor) -> None:
+        """Allocate for all units at once, by scores [B, A, N] of each layer with anchors, of tokens in their slots."""
+        self.begin()
+        for layer, mine in sorted(scores.items()):
+            table = self.storage.tables[layer]
+            held = table.positions()
+            mine = torch.nn.functional.pad(mine, (0, held.shape[2] - mine.shape[2]))
+            table.held = np.array(table.live().tolist())
+            table.scores = Segments.packed(table.slots.sizes, len(held), 1, dtype=torch.float32, device=held.device)
+            table.add_scores(mine)
+            candidates = (held >= 0) & ~self._forced(layer, table.heads, held, newest)
+            self._stages.append(Stage(layer, table.heads, table.held, mine, candidates, None))
+        # Slots of different layers may be differently many.
+        widest = max(stage.scores.shape[2] for stage in self._stages)
+        for stage in self._stages:
+            more = (0, widest - stage.scores.shape[2])
+            stage.scores = torch.nn.functional.pad(stage.scores, more)
+            stage.candidates = torch.nn.functional.pad(stage.candidates, more)
+        for stage, budgets in zip(self._stages, self._shared(newest, "budget"), strict=True):
+            table = self.storage.tables[stage.layer]
+            table.budgets, table.targets = budgets, self._targets(table.held, budgets)
 
     def _targets(self, held: np.ndarray, budgets: np.ndarray) -> np.ndarray:
         """[A, B] tokens that the prefill leaves: all of a row that is not above the method's threshold."""
@@ -453,7 +495,7 @@ class Decision:
         held, weights = table.positions(), weights.transpose(0, 1)
 
         def score(method: Eviction, rows: slice) -> Tensor:
-            stored = self._stored(layer, held.shape[2]).of_rows(rows)
+            stored = self._in_slots(layer, held.shape[2]).of_rows(rows)
             seen = Observation(weights[rows], held[rows], newest[rows], False, decoding=True, stored=stored)
             return method.score(seen)
 

@@ -115,6 +115,14 @@ class Layer(LayerSlots):
                 tensors |= part.named(name) if count is None else {name: part.rectangle[:, :, :count].flatten(0, 2)}
         return tensors | {name: getattr(self, name)[:, :, :used] for name in self._own}
 
+    def apart(self, headroom: Headroom) -> "Layer":
+        """The same, to add tokens to: empty slots are shared, what is written over is copied."""
+        pages = None if self.pages is None else replace(self.pages, data=self.pages.data.clone())
+        own = {name: getattr(self, name).clone() for name in self._own}
+        made = copy(self)
+        vars(made).update(own, pages=pages, headroom=headroom)
+        return made
+
     def select_rows(self, rows: Tensor) -> None:
         """Keep the rows `rows` [n] int64, in that order."""
         self.values, self.keys = self.values.of_rows(rows), self.keys.of_rows(rows)
@@ -406,6 +414,11 @@ class Table:
         self.evicted = None
         self.has_holes = True
         self.count_room(at_budget=True)
+
+    def apart(self) -> "Table":
+        """The same, to note further tokens in."""
+        slots = None if self.slots is None else replace(self.slots, data=self.slots.data.clone())
+        return replace(self, slots=slots)
 
     def of_rows(self, rows: Tensor) -> "Table":
         """The table of some rows [n] int64, in that order."""

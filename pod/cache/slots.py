@@ -23,8 +23,9 @@ Legend: B rows, H_kv KV heads, A anchor heads of a layer (stored first), S the o
 dimension.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from copy import copy, deepcopy
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -54,7 +55,7 @@ from pod_kernels.pages import page_bounds
 from pod_kernels.quantized import dequantized
 from pod_kernels.segments import Change, Chosen, KeptOnDevice
 
-FLAGS = ("is_frozen", "is_settled", "decoded", "added")
+FLAGS = ("is_frozen", "is_settled", "is_waiting", "decoded", "added")
 
 
 class SlotStorage(Storage):
@@ -113,9 +114,25 @@ class SlotStorage(Storage):
         self.decision = None if self.policy is None else Decision(self.config, self.policy, self)
         self.chosen: dict[Unit, Chosen] = {}  # of blocks whose later layers are still to come, what to copy of them
         self.is_frozen = False
+        self.is_waiting = False  # a prefill has evicted nothing, and `evict` is to
         self.is_settled = False  # a step has evicted since the last prefill: every block is within its budget
+        self.count = 0  # tokens of the last forward, padding included
         self.decoded = 0
         self.added = 0  # columns since the last eviction: as many can be cropped
+
+    def apart(self, rows: Rows) -> Storage:
+        # Where tokens are only added, they go to slots that are empty, and those held are shared.
+        if self.quantization is not None or not (self.policy is None or self.is_frozen):
+            made = super().apart(rows)
+            made.is_waiting = False
+            return made
+        made = copy(self)
+        made.rows, made.headroom, made.stats = rows, copy(self.headroom), deepcopy(self.stats)
+        made.layers = [None if layer is None else layer.apart(made.headroom) for layer in self.layers]
+        made.tables = {anchor: table.apart() for anchor, table in self.tables.items()}
+        made.decision = None if self.policy is None else Decision(self.config, self.policy, made)
+        made.is_waiting = False
+        return made
 
     # ------------------------------------------------------------------ what is held
 
@@ -336,6 +353,11 @@ class SlotStorage(Storage):
         return (count > 1 and not self.shares_kv) or self.rows.columns == 0
 
     def begin(self, step: Step, inputs: Tensor, rotary: Rotary) -> None:
+        if self.is_waiting:
+            raise ValueError(
+                f"{type(self.policy).__name__} has not evicted from the context yet: call pod.reconstruct(model, "
+                "cache, input_ids, tokenizer) before anything follows it"
+            )
         self.step, self.count = step, step.positions.shape[1]
         if self.has_share and self.rows.budgets is None and not self.in_prefill:
             self.take_share([seen + new for seen, new in zip(step.seen, step.new, strict=True)])
@@ -399,13 +421,22 @@ class SlotStorage(Storage):
     def _end_prefill(self) -> None:
         """Forget what only a prefill needs."""
         self.decision.begin()
-        self.is_frozen = not self.policy.query_aware
+        self.is_frozen, self.is_waiting = not self.policy.query_aware, self.policy.waits
         self.is_settled = False
         self.decoded = self.added = 0
         for table in self.tables.values():
             table.targets = None
             if self.policy.scores_stay is None or self.is_frozen:
                 table.scores = None
+
+    def evict(self, scores: Mapping[int, Tensor]) -> None:
+        if not self.is_waiting:
+            super().evict(scores)
+        newest = self.rows.lengths - 1
+        self.decision.of_all(scores, newest)
+        self._settle(len(self.layers) - 1, newest, self.rows.longest)
+        self._end_prefill()
+        self.is_waiting = False
 
     # ------------------------------------------------------------------ tokens into slots
 
@@ -599,6 +630,21 @@ class SlotStorage(Storage):
     def values(self, layer: int) -> Tensor:
         """[A, B, N, D] of a layer's anchor heads, in full precision; N is that of `keys` or more."""
         return dequantized(self.layers[layer].values).padded(0)[: self.num_anchors[layer]]
+
+    def output(self, layer: int) -> Tensor:
+        """[H_kv, G, hidden, D] the query heads' parts of a layer's output projection.
+
+        Raises:
+            ValueError: it is not there as a matrix of numbers.
+        """
+        weight, dim = None if self.outputs is None else self.outputs(layer), self.config.head_dim
+        heads = (self.config.num_key_value_heads, self.groups, dim)
+        if weight is None or not weight.is_floating_point() or weight.shape[1] != np.prod(heads):
+            raise ValueError(
+                f"{type(self.policy).__name__} needs the weights of the output projection as they are, and those of "
+                f"layer {layer} are quantised, split or not there: choose another method"
+            )
+        return weight.detach().unflatten(1, heads).permute(1, 2, 0, 3)
 
     def _anchor_keys(self, unit: Unit) -> tuple[Segments, int]:
         """Segments of a block's keys in full precision, and its head in them."""

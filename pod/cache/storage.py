@@ -5,7 +5,8 @@ from each row's first real token. `pod.cache.slots` and `pod.cache.chain` are th
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -24,6 +25,9 @@ Anchors = tuple[Tensor | None, Tensor | None]
 
 Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """A model's rotary embedding: (states, position_ids [1, n]) -> cos and sin [1, n, D] in the states' dtype."""
+
+Outputs = Callable[[int], Tensor]
+"""A model's output projections: layer -> [hidden, H * D]."""
 
 
 def widened(parts: list[Tensor]) -> list[Tensor]:
@@ -142,6 +146,10 @@ class Rows:
         self.__init__()
         if batch is not None:
             self.lengths, self.seen = torch.zeros(batch, dtype=torch.long, device=device), [0] * batch
+
+    def apart(self) -> "Rows":
+        """A copy that counts on by itself."""
+        return replace(self, lengths=self.lengths.clone())
 
     def host_counts(self) -> dict[str, Any]:
         """All but the tensors, which may lie on another device."""
@@ -343,6 +351,7 @@ class Storage(ABC):
         workspace: what layers leave each other during a step; None where there is nothing.
         by_kernels: Triton's kernels run; None before the first layer has asked (`pod_kernels.dispatch`).
         stats: what tau decided and left unread.
+        outputs: the model's output projections, where the method reads them.
     """
 
     rotates = False
@@ -350,6 +359,7 @@ class Storage(ABC):
     is_fixed = False
     repeats_steps = False
     workspace: Tensor | None = None
+    outputs: Outputs | None = None
 
     def __init__(self, config: PreTrainedConfig, rows: Rows, method: Method | None) -> None:
         self.config, self.rows, self.method, self.layout = config, rows, method, config.blocks.layout()
@@ -421,6 +431,21 @@ class Storage(ABC):
     def abandon_prefill(self) -> None:
         """One of them failed: nothing acts."""
         self.in_prefill = False
+
+    def apart(self, rows: Rows) -> "Storage":
+        """A storage of the same tokens, for forwards that this one is not to know of.
+
+        Args:
+            rows: what counts its tokens, a copy of this one's.
+        """
+        return deepcopy(self, {id(self.config): self.config, id(self.rows): rows})
+
+    def evict(self, scores: Mapping[int, Tensor]) -> None:
+        """Evict as `PodCache.evict` says."""
+        raise ValueError(
+            f"cache.evict is for a method that waits for scores, pod.eviction.KVzip, and before anything follows the "
+            f"prefill; this cache has {self.method!r}"
+        )
 
     # ------------------------------------------------------------------ between two forwards
 

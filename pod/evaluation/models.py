@@ -1,6 +1,7 @@
 """Load what `--ckpt` names, run it with the methods that `--eviction` names, and measure what a cache holds."""
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from pod.files import opening
 from pod.model.decoder import PodModel
 from pod.model.families import convert
 from pod.model.gguf import local
+from pod.model.reconstruction import reconstruct
 from pod.model.weights import load_causal_lm
 
 NO_EVICTION = "none"
@@ -94,7 +96,7 @@ class Variant:
 
     def folder(self, out: Path) -> Path:
         """Where results of this method go: `out` itself without one, else a folder in it."""
-        return out if self.method is None else out / self.name.replace(":", "-")
+        return out if self.method is None else out / re.sub("[:/]", "-", self.name)
 
     @property
     def parameters(self) -> dict[str, Any] | None:
@@ -184,6 +186,8 @@ def read_context(
     input_ids: torch.Tensor,
     question: int,
     attention_mask: torch.Tensor | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    suffix: str = "\n",
 ) -> None:
     """Read prompts without their questions into an empty cache; `generate` on the whole prompts goes on from there.
 
@@ -193,6 +197,7 @@ def read_context(
         input_ids: [B, T] whole prompts.
         question: how many last tokens of each row are its question, at least 1.
         attention_mask: [B, T], 0 for padding on the left; None when all are real.
+        tokenizer, suffix: make KVzip's requests, see `pod.reconstruct`; without them the context alone is repeated.
 
     Raises:
         ValueError: a row without a context or without a question.
@@ -213,6 +218,8 @@ def read_context(
         past_key_values=cache,
         logits_to_keep=1,
     )
+    if cache.eviction.waits:
+        reconstruct(model, cache, input_ids[:, : context.shape[1]], tokenizer, context, suffix)
 
 
 def cache_bytes(cache: Cache) -> int:

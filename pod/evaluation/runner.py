@@ -355,7 +355,7 @@ def _generate(
         options["past_key_values"] = cache_factory(model)
     with torch.inference_mode():
         if batch[0].question:
-            read_context(model, options["past_key_values"], input_ids, batch[0].question, mask)
+            read_context(model, options["past_key_values"], input_ids, batch[0].question, mask, tokenizer)
         output = model.generate(
             input_ids,
             attention_mask=mask,

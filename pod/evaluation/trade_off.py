@@ -33,8 +33,8 @@ from pod.model.weights import weights_hash
 from pod.terminal import exit_status
 
 # As many sinks in the three that keep them, so that only what they keep of the rest differs.
-METHODS = "snapkv+pyramidkv+adakv+chunkkv+sagekv+h2o+tova+cake+expectedattention+knorm+keydiff+lagkv+quest"
-METHODS += "+streamingllm:sinks=16+lminfinite:sinks=16+cascade:sinks=16"
+METHODS = "snapkv+pyramidkv+adakv+zigzagkv+chunkkv+criticalkv+sagekv+h2o+tova+cake+expectedattention+knorm+keydiff"
+METHODS += "+lagkv+quest+streamingllm:sinks=16+lminfinite:sinks=16+cascade:sinks=16"
 
 Method = eviction.Method
 

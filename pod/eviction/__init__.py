@@ -2,8 +2,10 @@
 
 base.py                what a method says, three kinds of it, and what it is shown: what the last queries attended to
 snapkv.py, pyramidkv.py, adakv.py, sagekv.py, h2o.py, tova.py, cake.py, chunkkv.py    one method each, by scores
+criticalkv.py, zigzagkv.py      SnapKV's scores with what values add to the output; shared between layers
 expected.py            Expected Attention: scores by the moments of the prompt's queries
-keys.py                Knorm, KeyDiff, LagKV: scores of what is stored, without queries
+keys.py                Knorm, KeyDiff, LagKV, Q-Filters: scores of what is stored, without queries
+kvzip.py               KVzip: what is looked at while the context is repeated, of all layers together
 combined.py            one method's scores under another's allocation
 streaming.py, cascade.py    methods that keep tokens by their places
 quest.py               keeps all, and chooses what a step reads
@@ -44,15 +46,18 @@ from pod.eviction.cake import CAKE
 from pod.eviction.cascade import Cascade
 from pod.eviction.chunkkv import ChunkKV
 from pod.eviction.combined import Combined
+from pod.eviction.criticalkv import CriticalKV
 from pod.eviction.expected import ExpectedAttention
 from pod.eviction.h2o import H2O
-from pod.eviction.keys import KeyDiff, Knorm, LagKV
+from pod.eviction.keys import KeyDiff, Knorm, LagKV, QFilters
+from pod.eviction.kvzip import KVzip
 from pod.eviction.pyramidkv import PyramidKV
 from pod.eviction.quest import Quest
 from pod.eviction.sagekv import SageKV
 from pod.eviction.snapkv import SnapKV
 from pod.eviction.streaming import LMInfinite, StreamingLLM
 from pod.eviction.tova import TOVA
+from pod.eviction.zigzagkv import ZigZagKV
 
 METHODS: dict[str, type] = {
     "snapkv": SnapKV,
@@ -63,10 +68,14 @@ METHODS: dict[str, type] = {
     "cake": CAKE,
     "sagekv": SageKV,
     "chunkkv": ChunkKV,
+    "criticalkv": CriticalKV,
+    "zigzagkv": ZigZagKV,
     "expectedattention": ExpectedAttention,
     "knorm": Knorm,
     "keydiff": KeyDiff,
     "lagkv": LagKV,
+    "qfilters": QFilters,
+    "kvzip": KVzip,
     "streamingllm": StreamingLLM,
     "lminfinite": LMInfinite,
     "cascade": Cascade,
@@ -111,7 +120,8 @@ def parse(text: str) -> Method:
         values = {key: _value(name, key, value, types_of[key]) for key, value in given.items() if key in types_of}
         missing = [one.name for one in own if one.default is MISSING and one.name not in values]
         if missing:
-            raise ValueError(f"{text!r}: {missing[0]} is missing, e.g. {name}:{missing[0]}=256")
+            example = "256" if missing[0] == "budget" else "FILE"
+            raise ValueError(f"{text!r}: {missing[0]} is missing, e.g. {name}:{missing[0]}={example}")
         parts.append(method(**values))
     if len(parts) == 1:
         return parts[0]
@@ -172,7 +182,7 @@ def unparse(method: Method) -> str:
     for name in given:
         if len(set(values[name])) > 1:
             raise ValueError(f"{method!r} has no text: its parts have other values of {name}")
-    settings = ",".join(f"{name}={str(values[name][0]).lower()}" for name in values if name in given)
+    settings = ",".join(f"{name}={_text(values[name][0])}" for name in values if name in given)
     return f"{'*'.join(names)}:{settings}"
 
 
@@ -231,6 +241,10 @@ def describe() -> str:
     return "\n".join(lines)
 
 
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else str(value).lower()
+
+
 def _closest(name: str, valid: Iterable[str]) -> str:
     valid = list(valid)
     close = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
@@ -266,8 +280,10 @@ __all__ = [
     "ChainPolicy",
     "ChunkKV",
     "Combined",
+    "CriticalKV",
     "Eviction",
     "ExpectedAttention",
+    "KVzip",
     "KeyDiff",
     "Knorm",
     "LMInfinite",
@@ -275,6 +291,7 @@ __all__ = [
     "Method",
     "Observation",
     "PyramidKV",
+    "QFilters",
     "Quest",
     "ReadSelector",
     "SageKV",
@@ -282,6 +299,7 @@ __all__ = [
     "SnapKV",
     "Stage",
     "StreamingLLM",
+    "ZigZagKV",
     "describe",
     "hyper_parameters",
     "of_hyper_parameters",

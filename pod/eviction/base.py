@@ -27,6 +27,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from pod.blocks import LayerBlocks
 
 POSITIONS = ("cache", "absolute")
+NORM_NUMBERS = 2**24  # of outputs of values in memory at once
 # Tokens beyond all addresses: with more, sums of sizes would be no numbers of 64 bits.
 BEYOND_MEMORY = 2**48
 
@@ -100,7 +101,9 @@ class Observation:
         in_order: slots are in order of position (empty ones at either end).
         decoding: one new token, after a prefill.
         asked: [B] int64, how many of the queries are no padding; None where all are.
-        stored: "keys" or "values" -> [B, A, N, D] of the anchor, as they are stored; behind `keys` and `values`.
+        stored: "keys" or "values" -> [B, A, N, D] of the anchor, as they are stored; behind `keys` and `values`. Also
+            "output" -> [A, G, C, D], each query head's part of the anchor's output projection, for methods that
+            `reads_outputs`; and "table" -> [A, ..], of `Eviction.table`.
     """
 
     weights: Tensor
@@ -120,6 +123,22 @@ class Observation:
     def values(self) -> Tensor:
         """[B, A, N, D] float32, likewise; in a block those of its anchor's layer."""
         return self.stored("values").float()
+
+    @property
+    def table(self) -> Tensor:
+        """[A, ..] float32, the anchors' entries of `Eviction.table`."""
+        return self.stored("table")
+
+    def output_norms(self) -> Tensor:
+        """[B, A, N] float32: the L1 norm of values behind a query head's part of the output projection.
+
+        In the mean over the KV head's query heads, whose parts differ; for methods that `reads_outputs`.
+        """
+        values, heads = self.values, self.stored("output").float().unbind(dim=1)
+        # A token's outputs are as long as the residual stream: a few tokens' at once.
+        few = max(1, NORM_NUMBERS // (values.shape[:2].numel() * heads[0].shape[1]))
+        parts = [sum((part @ head.mT).abs().sum(dim=-1) for head in heads) for part in values.split(few, dim=2)]
+        return torch.cat(parts, dim=2) / len(heads)
 
     def expected_logits(self, future: int) -> Tensor:
         """[B, A, G, N] float32: log of the mean exponential logit of queries at the next `future` positions.
@@ -258,8 +277,8 @@ class Eviction(Method):
     Attributes:
         budget: see `Method`.
         query_aware: False: the first prefill, the context, is evicted once and what comes later is only added; many
-            questions can then be put to copies (`copy.deepcopy`) of one cache, or after `crop`, and none of them is
-            in anyone's observation window. True: every prefill ends with an eviction, so a question at the end of
+            questions can then be put to one cache inside `cache.peek()`, or after `crop`, and none of them is in
+            anyone's observation window. True: every prefill ends with an eviction, so a question at the end of
             the prompt is in the window and helps to choose, which is unfair where several questions share a context.
 
     Class attributes:
@@ -269,6 +288,9 @@ class Eviction(Method):
             the budget has no part in them. "prefill": a prefill's decide at steps too; a new token's is 0, and what a
             step scores is added for that step only. None: every eviction scores anew.
         per_layer: all KV heads anchored in a layer keep the same positions.
+        reads_outputs: `score` asks for `Observation.output_norms`.
+        waits: the first prefill evicts nothing, and `PodCache.evict` is to say its scores before anything follows.
+            `allocate` is then called once more, with scores and candidates of all stages.
     """
 
     budget: int | float
@@ -278,6 +300,8 @@ class Eviction(Method):
     when: ClassVar[int] = 0
     scores_stay: ClassVar[Literal["sum", "prefill"] | None] = None
     per_layer: ClassVar[bool] = False
+    reads_outputs: ClassVar[bool] = False
+    waits: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -305,6 +329,16 @@ class Eviction(Method):
         """The position from which on a prefill's queries are in the moments of `Observation.expected_logits`.
 
         None where a method does not ask for them.
+        """
+        return None
+
+    def table(self, config: PreTrainedConfig) -> Tensor | None:
+        """[L, H_kv, ..] float32, what was measured of the model and `Observation.table` is part of.
+
+        None where a method reads none.
+
+        Raises:
+            FileNotFoundError, ValueError: there is no such file, or it is of another model.
         """
         return None
 
@@ -435,6 +469,14 @@ class ChainPolicy(Method):
         Raises:
             ValueError: the policy and the model do not go together.
         """
+
+
+def ranks(scores: Tensor) -> Tensor:
+    """[.., N] int64, 0 for the lowest; of equal scores, which are in order of position, the later ranks higher."""
+    order = scores.argsort(dim=-1, stable=True)
+    return torch.empty_like(order).scatter_(
+        -1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    )
 
 
 def check_budget(method: Method) -> None:

@@ -90,35 +90,53 @@ class CAKE(Eviction):
         return entropy.clamp(min=0) ** (1 / self.tau1) * shift ** (1 / self.tau2)
 
     def allocate(self, sharing: Sharing) -> list[np.ndarray]:
-        counts = super().allocate(sharing)
-        layout = sharing.blocks.layout()
-        for head in range(sharing.blocks.num_kv_heads):
-            column = [row[head] for row in layout.anchors]
-            blocks = [
-                (stage, index, layout.sizes[layer.layer, head])
-                for stage, layer in enumerate(sharing.stages)
-                for index, anchored in enumerate(layer.heads)
-                if anchored == head
-            ]
-            total = sum(self.budget - sharing.always[anchor, head] for anchor in column)
-            is_last = sum(size for *_, size in blocks) == len(column)
-            for row in range(len(sharing.seen)):
-                if sharing.spared[row] or not blocks:
-                    continue
-                always = [sharing.always[sharing.stages[stage].layer, head] for stage, *_ in blocks]
-                shares = apportion(
-                    total,
-                    [sharing.stages[stage].preference[row] for stage, *_ in blocks],
-                    [size for *_, size in blocks],
-                    [
-                        max(0, int(sharing.stages[stage].held[index][row]) - kept)
-                        for (stage, index, _), kept in zip(blocks, always, strict=True)
-                    ],
-                    is_last,
-                )
-                for (stage, index, _), kept, share in zip(blocks, always, shares, strict=True):
-                    counts[stage][index, row] = kept + share
-        return counts
+        return shared_by_preference(sharing, super().allocate(sharing), self.budget)
+
+
+def shared_by_preference(
+    sharing: Sharing, counts: list[np.ndarray], budget: int, alpha: float = 0.0
+) -> list[np.ndarray]:
+    """What each layer and KV head may keep where the layers of a KV head share its budget by their preferences.
+
+    Args:
+        sharing: with preferences in its stages.
+        counts: [A, B] for each stage, what spared rows keep; those of others are written over.
+        budget: tokens kept per layer and KV head on average.
+        alpha: the part of the budget, beside what is always kept, that every layer gets in any case.
+
+    Returns:
+        `counts`.
+    """
+    layout = sharing.blocks.layout()
+    for head in range(sharing.blocks.num_kv_heads):
+        column = [row[head] for row in layout.anchors]
+        blocks = [
+            (stage, index, layout.sizes[layer.layer, head])
+            for stage, layer in enumerate(sharing.stages)
+            for index, anchored in enumerate(layer.heads)
+            if anchored == head
+        ]
+        least = {anchor: sharing.always[anchor, head] for anchor in column}
+        least = {anchor: always + round(alpha * (budget - always)) for anchor, always in least.items()}
+        total = sum(budget - least[anchor] for anchor in column)
+        is_last = sum(size for *_, size in blocks) == len(column)
+        for row in range(len(sharing.seen)):
+            if sharing.spared[row] or not blocks:
+                continue
+            always = [least[sharing.stages[stage].layer] for stage, *_ in blocks]
+            shares = apportion(
+                total,
+                [sharing.stages[stage].preference[row] for stage, *_ in blocks],
+                [size for *_, size in blocks],
+                [
+                    max(0, int(sharing.stages[stage].held[index][row]) - kept)
+                    for (stage, index, _), kept in zip(blocks, always, strict=True)
+                ],
+                is_last,
+            )
+            for (stage, index, _), kept, share in zip(blocks, always, shares, strict=True):
+                counts[stage][index, row] = kept + share
+    return counts
 
 
 def apportion(total: int, preferences: list[float], sizes: list[int], room: list[int], is_last: bool) -> list[int]:

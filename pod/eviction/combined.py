@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import Tensor
+from transformers.configuration_utils import PreTrainedConfig
 
 from pod.eviction.base import Eviction, Observation, Sharing
 
@@ -21,7 +22,8 @@ class Combined(Eviction):
         allocator: gives preferences and counts.
 
     Raises:
-        ValueError: the budgets or `query_aware` differ, or they always keep different numbers of last tokens.
+        ValueError: the budgets or `query_aware` differ, they always keep different numbers of last tokens, or one is
+            KVzip.
     """
 
     scorer: Eviction
@@ -29,6 +31,9 @@ class Combined(Eviction):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for part in (self.scorer, self.allocator):
+            if part.waits:
+                raise ValueError(f"Combined: {type(part).__name__} scores all layers at once, and goes alone")
         for part in (self.scorer, self.allocator):
             if part.budget != self.budget:
                 raise ValueError(f"Combined: budget is {self.budget} but {type(part).__name__} has {part.budget}")
@@ -42,7 +47,7 @@ class Combined(Eviction):
                 f"Combined: {type(self.scorer).__name__} always keeps {self.scorer.protected()} last tokens and "
                 f"{type(self.allocator).__name__} {self.allocator.protected()}: give both the same window"
             )
-        for name in ("when", "scores_stay", "per_layer"):
+        for name in ("when", "scores_stay", "per_layer", "reads_outputs"):
             object.__setattr__(self, name, getattr(self.scorer, name))
 
     observed = property(lambda self: self.scorer.observed)
@@ -59,6 +64,9 @@ class Combined(Eviction):
     def with_budget(self, budget: int) -> "Combined":
         parts = {name: getattr(self, name).with_budget(budget) for name in ("scorer", "allocator")}
         return replace(self, budget=budget, **parts)
+
+    def table(self, config: PreTrainedConfig) -> Tensor | None:
+        return self.scorer.table(config)
 
     def score(self, seen: Observation) -> Tensor:
         return self.scorer.score(seen)

@@ -4,10 +4,9 @@ from dataclasses import dataclass
 from itertools import count
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from pod.eviction.base import Eviction, Observation
+from pod.eviction.base import Eviction, Observation, ranks
 
 
 @dataclass(frozen=True)
@@ -59,15 +58,7 @@ class SageKV(Eviction):
         weights = seen.weights[:, :, :, -1]
         groups = weights.shape[2]
         between = seen.prefix(self.protected(groups)) & ~is_sink
-        ranks = _ranks(weights.masked_fill(~between[:, :, None], -1))
-        is_best = (ranks >= length - self.chosen_per_head(groups)).any(dim=2)
-        order = 1 + _ranks(weights.amax(dim=2).masked_fill(~between, -1))
+        places = ranks(weights.masked_fill(~between[:, :, None], -1))
+        is_best = (places >= length - self.chosen_per_head(groups)).any(dim=2)
+        order = 1 + ranks(weights.amax(dim=2).masked_fill(~between, -1))
         return ((order + is_best * length) * between).float() + is_sink * 2.0**23
-
-
-def _ranks(scores: Tensor) -> Tensor:
-    """[.., N] int64, 0 for the lowest; of equal scores, which are in order of position, the later ranks higher."""
-    order = scores.argsort(dim=-1, stable=True)
-    return torch.empty_like(order).scatter_(
-        -1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order)
-    )

@@ -9,6 +9,7 @@ families.py           the families' classes; convert
 adapter.py            a model by name, with an adapter on top: load
 graph.py              one CUDA graph for the decode steps of a generate call
 probe.py              a running model's attention layers, watched sample by sample
+reconstruction.py     KVzip's second look at a context: reconstruct
 gguf.py               GGUF files as Hugging Face folders, in the user's cache
 weights.py            all of a model's weights loaded, or refused by name; what tells them from others
 sequence_parallel.py  the exchange around attention: whole sequences of a rank's own heads

@@ -222,7 +222,13 @@ class PodModel(Capabilities):
     ) -> list[Tensor]:
         """Run all layers once: every layer's input where these are wanted, then the normed output, [B, T, hidden]."""
         if past_key_values is not None:
-            past_key_values.begin(self.config, inputs_embeds, mask, self.rotary_emb)
+            past_key_values.begin(
+                self.config,
+                inputs_embeds,
+                mask,
+                self.rotary_emb,
+                outputs=lambda layer: self.layers[layer].self_attn.o_proj.weight,
+            )
         kv_heads = self.config.num_key_value_heads
         if sequence is not None:
             position_ids = sequence.take(position_ids)

@@ -8,6 +8,7 @@ import math
 from fractions import Fraction
 
 import numpy as np
+from safetensors.numpy import load_file
 
 from pod.eviction import (
     CAKE,
@@ -15,13 +16,16 @@ from pod.eviction import (
     TOVA,
     AdaKV,
     ChunkKV,
+    CriticalKV,
     ExpectedAttention,
     KeyDiff,
     Knorm,
     LagKV,
     PyramidKV,
+    QFilters,
     SageKV,
     SnapKV,
+    ZigZagKV,
 )
 
 
@@ -46,14 +50,19 @@ class Simulation:
         self.chosen = {}  # the same -> what SAGE-KV chose, for good
         self.seen = {}
         self.records, self.steps = [], 0
-        attend = cache.attend
+        self.outputs = {}  # layer -> [hidden, query heads * D], the output projection
+        attend, begin = cache.attend, cache.begin
+
+        def beginning(*args, outputs):
+            self.outputs = {layer: outputs(layer).detach().double().numpy() for layer in range(self.num_layers)}
+            return begin(*args, outputs=outputs)
 
         def recording(layer, q, k, v, *rest):
             states = (part.double().numpy() for part in (q, k, v))
             self.records.append((layer, *states, cache._storage.step.positions.tolist()))
             return attend(layer, q, k, v, *rest)
 
-        cache.attend = recording
+        cache.attend, cache.begin = recording, beginning
 
     # ------------------------------------------------------------------ shared by the methods
 
@@ -68,7 +77,7 @@ class Simulation:
 
     def last(self) -> int:
         """The last tokens that are always kept."""
-        if isinstance(self.method, SnapKV | CAKE | ExpectedAttention):
+        if isinstance(self.method, SnapKV | CAKE | ExpectedAttention | QFilters):
             return self.method.window
         if isinstance(self.method, H2O):
             half = max(1, self.method.budget // 2)  # the newest token is recent in any case
@@ -139,12 +148,14 @@ class Simulation:
 
     def scores(self, unit: tuple, attention: list, decoding: bool, layer_attention: dict) -> dict:
         method, held = self.method, self.held[unit]
-        if isinstance(method, Knorm | KeyDiff | LagKV):
+        if isinstance(method, Knorm | KeyDiff | LagKV | QFilters):
             return self.of_keys(unit)
         if isinstance(method, ExpectedAttention):
             return self.expected(unit)
         if isinstance(method, ChunkKV):
             return self.chunks(unit, layer_attention)
+        if isinstance(method, CriticalKV):
+            return self.critical(unit, attention)
         if isinstance(method, SnapKV):
             return self.snap(unit, attention)
         if isinstance(method, SageKV):
@@ -179,6 +190,26 @@ class Simulation:
                 for p, weight in weights.items():
                     summed[p] += weight / self.groups
         return self.pooled(unit[0], summed, method.kernel_size, method.pooling)
+
+    def critical(self, unit: tuple, attention: list) -> dict:
+        """The best by attention, half of the budget with the window; then attention times the values' outputs."""
+        method, (row, layer, head) = self.method, unit
+        scores = {p: score / min(method.window, len(attention)) for p, score in self.snap(unit, attention).items()}
+        prefix = [p for p in scores if p < self.seen[row] - method.window]
+        ranked = sorted(prefix, key=lambda p: (scores[p], p), reverse=True)
+        count = max(0, method.budget // 2 - method.window)
+        if 0 < count < len(ranked) and 0 < scores[ranked[count - 1]] - scores[ranked[count]] < 1e-6:
+            raise Ambiguous
+        out = {}
+        for p in scores:
+            value, total = self.values[unit][p], 0.0
+            for member in range(self.groups):
+                first = (head * self.groups + member) * len(value)
+                added = self.outputs[layer][:, first : first + len(value)] @ value
+                total += sum(abs(number) for number in added) / self.groups
+            out[p] = (scores[p] + method.epsilon) * total
+        # Places above all others: the best one is highest.
+        return out | {p: 1e6 - place for place, p in enumerate(ranked[:count])}
 
     def chunks(self, unit: tuple, layer_attention: dict) -> dict:
         """Chunks from the row's beginning by the mean of scores that all of the layer's heads add up."""
@@ -237,6 +268,9 @@ class Simulation:
         method, keys, values = self.method, self.held[unit], self.values[unit]
         if isinstance(method, Knorm):
             return {p: -math.sqrt(float(key @ key)) for p, key in keys.items()}
+        if isinstance(method, QFilters):
+            direction = load_file(method.filters)["filters"][unit[1], unit[2]].astype(float)
+            return {p: float(direction @ key) for p, key in keys.items()}
         if isinstance(method, KeyDiff):
             lengths = {p: math.sqrt(float(key @ key)) for p, key in keys.items()}
             mean = sum(key / lengths[p] for p, key in keys.items()) / len(keys)
@@ -264,8 +298,10 @@ class Simulation:
         return scores | rest
 
     def preference(self, row: int, layer: int, attention: dict) -> float:
-        """Eq. 6 over the layer's anchor heads, tokens before the window only."""
+        """Eq. 6 over the layer's anchor heads, tokens before the window only; ZigZagKV's number of tokens."""
         method = self.allocator
+        if isinstance(method, ZigZagKV):
+            return self.spread(row, layer, attention)
         entropy = shift = 0.0
         lines = [
             [heads[member] for heads in theirs[-method.window :]]
@@ -280,6 +316,24 @@ class Simulation:
                 entropy -= sum(value * math.log(value + 1e-10) for value in values) / len(lines)
                 shift += float(np.var(values, ddof=1)) / len(lines) if len(values) > 1 else 0.0
         return max(entropy, 0.0) ** (1 / method.tau1) * shift ** (1 / method.tau2)
+
+    def spread(self, row: int, layer: int, attention: dict) -> float:
+        """How many tokens it takes, in the mean over query heads, to hold so much of the window's attention."""
+        counts = []
+        for unit, theirs in attention.items():
+            for member in range(self.groups) if unit[:2] == (row, layer) else ():
+                sums = {p: 0.0 for p in self.held[unit]}
+                for heads in theirs[-self.allocator.window :]:
+                    for p, weight in heads[member].items():
+                        sums[p] += weight
+                wanted, got, count = self.allocator.held * sum(sums.values()), 0.0, 0
+                for value in sorted(sums.values(), reverse=True):
+                    if abs(got - wanted) < 1e-5:
+                        raise Ambiguous
+                    if got < wanted:
+                        got, count = got + value, count + 1
+                counts.append(count)
+        return sum(counts) / len(counts)
 
     def prefill(self, evict: bool = True) -> None:
         """One prefill, in however many forwards, evicted from once."""
@@ -296,7 +350,7 @@ class Simulation:
         threshold = self.method.budget + (self.method.window if isinstance(self.method, CAKE) else 0)
         if isinstance(self.method, LagKV):
             threshold = max(threshold, self.method.sinks + 2 * self.method.lag - 1)
-        if isinstance(self.allocator, CAKE):
+        if isinstance(self.allocator, CAKE | ZigZagKV):
             for row in self.seen:
                 if self.seen[row] > threshold:
                     for head in range(self.num_heads):
@@ -320,7 +374,7 @@ class Simulation:
         if isinstance(self.method, SnapKV | ExpectedAttention) or not evict:
             return
         self.steps += 1
-        if isinstance(self.method, Knorm | KeyDiff | LagKV) and (
+        if isinstance(self.method, Knorm | KeyDiff | LagKV | QFilters) and (
             not self.method.every or self.steps % self.method.every
         ):
             return
@@ -439,17 +493,20 @@ class Simulation:
         """Counts of one KV head's blocks: Eq. 7 over all layers, never more than an earlier stage left."""
         blocks = sorted({line[head] for line in self.anchors})
         always = [self.sinks(anchor, head) + self.allocator.window for anchor in blocks]
+        is_counted = isinstance(self.allocator, ZigZagKV)  # preferences are whole numbers, without rounding
+        if is_counted:
+            always = [kept + round(self.allocator.alpha * (self.allocator.budget - kept)) for kept in always]
         sizes = [self.size(anchor, head) for anchor in blocks]
         total = sum(size * (self.allocator.budget - kept) for size, kept in zip(sizes, always, strict=True))
         preferences = [self.preference(row, anchor, attention) for anchor in blocks]
         room = [len(self.held[row, anchor, head]) - kept for anchor, kept in zip(blocks, always, strict=True)]
         for stage in range(1, len(blocks) + 1):
-            given = shared(total, preferences[:stage], sizes[:stage], room[:stage], stage == len(blocks))
+            given = shared(total, preferences[:stage], sizes[:stage], room[:stage], stage == len(blocks), is_counted)
             room[:stage] = given
         return {(row, anchor, head): always[i] + room[i] for i, anchor in enumerate(blocks)}
 
 
-def shared(total: int, preferences: list, sizes: list, room: list, is_last: bool) -> list:
+def shared(total: int, preferences: list, sizes: list, room: list, is_last: bool, is_counted: bool = False) -> list:
     """One stage of sharing: in proportion, whole numbers, what a block cannot take goes evenly to those that can."""
     if sum(preferences) == 0:
         preferences = [1.0] * len(preferences)
@@ -457,7 +514,8 @@ def shared(total: int, preferences: list, sizes: list, room: list, is_last: bool
     given = []
     for preference, most in zip(preferences, room, strict=True):
         share = preference / weight * total
-        if abs(share - round(share)) < 1e-5 and len(preferences) > 1 and len(set(preferences)) > 1:
+        is_close = abs(share - round(share)) < 1e-5 and not is_counted
+        if is_close and len(preferences) > 1 and len(set(preferences)) > 1:
             raise Ambiguous
         given.append(min(int(share) if is_last else math.ceil(share), most))
     left = total - sum(count * size for count, size in zip(given, sizes, strict=True))

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from calibrated import with_filters
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from simulation import Ambiguous, Simulation
@@ -17,15 +18,18 @@ from pod.eviction import (
     AdaKV,
     ChunkKV,
     Combined,
+    CriticalKV,
     ExpectedAttention,
     KeyDiff,
     Knorm,
     LagKV,
     PyramidKV,
+    QFilters,
     SageKV,
     Sharing,
     SnapKV,
     Stage,
+    ZigZagKV,
 )
 from pod.eviction.adakv import share_out as adakv_share_out
 
@@ -57,6 +61,13 @@ METHODS |= {
     "lagkv": lambda budget, window: LagKV(budget, sinks=2, lag=3),
     "lagkv-every": lambda budget, window: LagKV(budget, every=window, sinks=1, lag=4),
     "lagkv-cross": lambda budget, window: LagKV(budget, sinks=2, lag=3, cross_scoring=True),
+    "qfilters": lambda budget, window: QFilters(budget, window=window, filters="measured"),
+    "qfilters-every": lambda budget, window: QFilters(budget, window=0, every=window, filters="measured"),
+    "zigzagkv": lambda budget, window: ZigZagKV(budget, window=window, kernel_size=3),
+    "zigzagkv-even": lambda budget, window: ZigZagKV(budget, window=window, kernel_size=3, alpha=1.0),
+    "zigzagkv-half": lambda budget, window: ZigZagKV(budget, window=window, alpha=0.0, held=0.5),
+    "criticalkv": lambda budget, window: CriticalKV(budget, window=window, kernel_size=3),
+    "criticalkv-values": lambda budget, window: CriticalKV(budget, window=window, kernel_size=1, epsilon=10.0),
 }
 COMBINED = {  # scorer, allocator
     "h2o-by-cake": lambda budget, window, **aware: (
@@ -74,6 +85,14 @@ COMBINED = {  # scorer, allocator
     "expected-by-adakv": lambda budget, window, **aware: (
         ExpectedAttention(budget, window=window, future=3, **aware),
         AdaKV(budget, window=window, **aware),
+    ),
+    "criticalkv-by-adakv": lambda budget, window, **aware: (
+        CriticalKV(budget, window=window, kernel_size=3, **aware),
+        AdaKV(budget, window=window, alpha=0.0, **aware),
+    ),
+    "qfilters-by-zigzagkv": lambda budget, window, **aware: (
+        QFilters(budget, window=window, filters="measured", **aware),
+        ZigZagKV(budget, window=window, **aware),
     ),
     "h2o-by-adakv": lambda budget, window, **aware: (
         H2O(budget, recent=window, **aware),
@@ -121,8 +140,8 @@ def test_positions_equal_the_simulation(name, anchors, data):
     turn = data.draw(st.integers(2, 7), label="turn")
     max_length = data.draw(st.sampled_from([None, 60]), label="max_length")
     aware = data.draw(st.sampled_from([True, True, False]), label="query_aware")
-    method = method_of(name, budget, window, aware)
     model = build(anchors=anchors, sinks=3, recent=5)
+    method = with_filters(method_of(name, budget, window, aware), model.config)
     cache = pod.PodCache(model.config, max_length=max_length, eviction=method)
     simulation = Simulation(cache, method, model.config)
     ids, mask = left_padded(lengths)
@@ -166,7 +185,7 @@ def test_a_share_is_of_each_rows_first_prefill(name, anchors, data):
     chunks = data.draw(st.sampled_from([(), (5, 1, 6)]), label="chunks")
     aware = data.draw(st.sampled_from([True, True, False]), label="query_aware")
     model = build(anchors=anchors, sinks=3, recent=5)
-    cache = pod.PodCache(model.config, eviction=method_of(name, share, window, aware))
+    cache = pod.PodCache(model.config, eviction=with_filters(method_of(name, share, window, aware), model.config))
     simulations = []
     for row, length in enumerate(lengths):
         method = method_with_at_least(int(share * length), name, window, aware, model.config)
@@ -194,7 +213,7 @@ def method_with_at_least(tokens: int, name: str, window: int, aware: bool, confi
     """Of the budgets from so many tokens on the first that the method and the model take."""
     for budget in range(max(1, tokens), 100):
         try:
-            method = method_of(name, budget, window, aware)
+            method = with_filters(method_of(name, budget, window, aware), config)
             pod.PodCache(config, eviction=method)
         except ValueError:
             continue
@@ -204,7 +223,8 @@ def method_with_at_least(tokens: int, name: str, window: int, aware: bool, confi
 @pytest.mark.parametrize("anchors", [DENSE, ANCHORS], ids=["dense", "blocks"])
 @pytest.mark.parametrize("name", METHODS)
 def test_budgets_add_up(name, anchors):
-    model, method = build(anchors=anchors), METHODS[name](14, 4)
+    model = build(anchors=anchors)
+    method = with_filters(METHODS[name](14, 4), model.config)
     cache = pod.PodCache(model.config, eviction=method)
     fed(model, cache, tokens(2, 50))
     for _ in range(2):  # after the prefill, and when decoding has evicted
@@ -213,7 +233,7 @@ def test_budgets_add_up(name, anchors):
             assert (held.sum(dim=2) == 2 * 14).all() or anchors is not DENSE
             assert (held.sum(dim=(0, 2)) == 5 * 2 * 14).all()
             assert (held != 14).any() or anchors is not DENSE
-        elif not name.startswith(("cake", "pyramidkv")):
+        elif not name.startswith(("cake", "pyramidkv", "zigzagkv")):
             # Between two evictions there is room for what comes.
             assert (held == 14).all() or (method.when > 1 and (held < 14 + method.when).all())
         elif anchors is DENSE:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from calibrated import with_filters
 from test_cache import ANCHORS, DENSE, assert_close, build, fed, greedy, left_padded, recomputed, tokens
 
 import pod
@@ -17,6 +18,7 @@ from pod.eviction import (
     AdaKV,
     Cascade,
     ChunkKV,
+    CriticalKV,
     Eviction,
     ExpectedAttention,
     KeyDiff,
@@ -29,6 +31,7 @@ from pod.eviction import (
     Sharing,
     SnapKV,
     StreamingLLM,
+    ZigZagKV,
 )
 from pod.eviction.cake import apportion
 
@@ -36,6 +39,7 @@ ALL = [SnapKV(100, window=4), H2O(100), TOVA(100), CAKE(100, window=4)]
 ALL += [PyramidKV(100, window=4), AdaKV(100, window=4), SageKV(100)]
 TIGHT = [SnapKV(16, window=4, kernel_size=3), H2O(16), TOVA(16), CAKE(16, window=4, kernel_size=3)]
 TIGHT += [PyramidKV(16, window=4, kernel_size=3), AdaKV(16, window=4, kernel_size=3), SageKV(16)]
+TIGHT += [CriticalKV(16, window=4, kernel_size=3), ZigZagKV(16, window=4, kernel_size=3)]
 TIGHT += [ChunkKV(16, window=4, kernel_size=3, chunk_size=3), KeyDiff(16, every=1), LagKV(16, lag=4)]
 BOTH = [
     pytest.param(("llama", "scores", DENSE), id="dense", marks=pytest.mark.slow),
@@ -201,12 +205,15 @@ def test_beams_reorder_what_is_kept(method, which):
 
 
 @pytest.mark.parametrize("which", BOTH)
-@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if issubclass(method, Eviction)])
+@pytest.mark.parametrize(
+    "name", [name for name, method in METHODS.items() if issubclass(method, Eviction) and not method.waits]
+)
 def test_one_context_serves_many_questions(name, which):
     model, context = build(*which), tokens(1, 40)
-    method = pod.eviction.parse(
-        f"{name}:budget=16,query_aware=false" + (",window=4" if "window" in METHODS[name].__dataclass_fields__ else "")
-    )
+    more = [",window=4", ",filters=measured"]
+    more = [text for text in more if text[1:].split("=")[0] in METHODS[name].__dataclass_fields__]
+    text = f"{name}:budget=16,query_aware=false" + "".join(more)
+    method = with_filters(pod.eviction.parse(text), model.config)
     cache = pod.PodCache(model.config, eviction=method)
     fed(model, cache, context)
     held = [cache.positions(layer).clone() for layer in range(5)]
@@ -474,11 +481,44 @@ def test_parse():
         ("snapkv:budget=64,budget=65", "given twice"),
         ("h2o:budget=8,recent=x", "recent must be int or none"),
         ("", "no method stands before or after a"),
+        ("qfilters:budget=64", "filters is missing, e.g. qfilters:filters=FILE"),
+        ("qfilters:budget=64,window=-1,filters=a", "window must not be negative, got -1"),
+        ("criticalkv:budget=64,epsilon=-1", "epsilon must not be negative, got -1"),
+        ("zigzagkv:budget=64,held=0", "held above 0 and at most 1; got 0.2 and 0"),
     ):
         with pytest.raises(ValueError, match=message):
             pod.eviction.parse_all(text)
     for name in METHODS:
         assert f"{name}:budget" in pod.eviction.describe()
+
+
+def test_a_file_of_measurements_is_a_parameter(tmp_path):
+    """Its name is kept as it is, and what is not there or of another model is refused before a token is read."""
+    method = pod.eviction.parse("qfilters:budget=16,window=4,filters=Runs/A.safetensors")
+    assert pod.eviction.unparse(method) == "qfilters:budget=16,window=4,filters=Runs/A.safetensors"
+    assert pod.eviction.of_hyper_parameters(pod.eviction.hyper_parameters(method)) == method
+    config = build().config
+    with pytest.raises(FileNotFoundError, match="Runs/A.safetensors: no such calibration file"):
+        pod.PodCache(config, eviction=method)
+    method = with_filters(method, config)
+    with pytest.raises(ValueError, match="was measured has num_hidden_layers = 5, this one has 3"):
+        pod.PodCache(build(anchors=ANCHORS[:3]).config, eviction=method)
+    model, path = build(), tmp_path / "cache.safetensors"
+    cache = pod.PodCache(config, eviction=method)
+    fed(model, cache, tokens(1, 40))
+    cache.save(path)
+    again = pod.PodCache.load(path, config)
+    assert again.eviction == method and torch.equal(again.positions(4), cache.positions(4))
+    assert_close(fed(model, again, tokens(1, 9)), fed(model, cache, tokens(1, 9)))
+
+
+def test_outputs_that_are_no_numbers_are_named():
+    model = copy.deepcopy(build())
+    for weight in (torch.zeros(8, 8), torch.zeros(64, 64, dtype=torch.uint8)):  # split, or quantised
+        model.model.layers[2].self_attn.o_proj.weight = torch.nn.Parameter(weight, requires_grad=False)
+        cache = pod.PodCache(model.config, eviction=CriticalKV(16, window=4))
+        with pytest.raises(ValueError, match="CriticalKV needs .* those of layer 2 are quantised, split or not there"):
+            fed(model, cache, tokens(1, 40))
 
 
 @named(TIGHT)

@@ -1,0 +1,299 @@
+"""Measure a model once for all, for methods that read it: which KV heads need the past, and Q-Filters' directions.
+
+    python -m pod.calibrate --ckpt exports/llama3-32k --text-file book.txt --out runs/calibration.safetensors
+    python -m pod.calibrate --ckpt checkpoints/tiny-base --measure razor --out runs/calibration.safetensors
+
+Three measurements, which `--measure` names, all without training; `pod.calibration` is the file and who reads it.
+
+*razor* (RazorAttention, arXiv 2407.15891): random tokens, repeated 4 times. A query's weight on the tokens before that
+are its own (echo), and on those that follow them (induction), summed over the repetitions before, in the mean over the
+queries; a KV head has the maximum of its query heads. Heads that are high in either retrieve. `razor` orders all heads
+by both, at the paper's 14 heads by induction for each one by echo.
+
+*kvzip* (KVzip, arXiv 2505.23416): a text, the request to repeat it, and the text again. The largest weight that any
+query after the text pays to any of its tokens.
+
+*filters* (Q-Filters, arXiv 2503.02812): of queries after RoPE, sampled from texts, the first right singular vector,
+with the sign that makes most products with queries positive; a KV head has the mean of its query heads.
+
+Shapes: L layers, H_kv KV heads, G query heads per KV head, T tokens, N tokens of one repetition, D head dimension.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from pod import calibration
+from pod.evaluation.models import load
+from pod.evaluation.texts import read_text
+from pod.files import check_writable
+from pod.model.probe import Seen, watch
+from pod.terminal import exit_status
+
+MEASUREMENTS = ("razor", "kvzip", "filters")
+REPEATS = 4  # of the random tokens
+REQUEST = "\n\nRepeat the previous context exactly."
+SINKS = 4  # first tokens whose weights say nothing
+BY_INDUCTION, BY_ECHO = 0.14, 0.01  # of all heads, RazorAttention's
+_QUERIES = 128  # whose weights are in memory at once
+
+
+class Repeats:
+    """RazorAttention's echo and induction scores; a meter of `pod.model.probe.watch`.
+
+    Args:
+        size: N; a sample is N tokens, `REPEATS` times, what comes before them (a first token) left out.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.echo: list[Tensor] = []  # [H_kv] of each layer
+        self.induction: list[Tensor] = []
+
+    def begin(self, length: int, layers: int) -> bool:
+        self.queries = torch.arange(length - (REPEATS - 1) * self.size, length)
+        return True
+
+    def enter(self, layer: int, seen: Seen) -> None:
+        echo = induction = 0.0
+        for at in self.queries.to(seen.hidden_states.device).split(_QUERIES):
+            weights = _weights(seen, at)  # [H_kv, G, q, T]
+            before = at[:, None] - self.size * torch.arange(1, REPEATS, device=at.device)
+            # The token itself is not earlier: with one token repeated, induction would look at it.
+            for shift in (0, 1):
+                places = before + shift
+                counts = (before >= 0) & (places < at[:, None])
+                found = weights.gather(-1, places.clamp(min=0).expand(*weights.shape[:2], -1, -1))
+                found = (found * counts).sum(dim=(-1, -2)).double()
+                echo, induction = (echo + found, induction) if shift == 0 else (echo, induction + found)
+        for sums, scores in ((echo, self.echo), (induction, self.induction)):
+            scores.append((sums / len(self.queries)).amax(dim=1).cpu())
+
+    def leave(self, layer: int, hidden_states: Tensor) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+    def result(self) -> dict[str, Tensor]:
+        """`echo`, `induction` and `razor`, [L, H_kv] each."""
+        echo, induction = torch.stack(self.echo).float(), torch.stack(self.induction).float()
+        return {"echo": echo, "induction": induction, "razor": razor_order(echo, induction)}
+
+
+def razor_order(echo: Tensor, induction: Tensor) -> Tensor:
+    """RazorAttention's choice for any number of heads.
+
+    The n highest are, for the n that they come to, the best 14 c by induction with the best c by echo: at c = 1 % of
+    all heads, the paper's. Of equal scores the lower layer's comes first, then the lower head's.
+
+    Args:
+        echo, induction: [L, H_kv].
+
+    Returns:
+        [L, H_kv] float32: 1 for the first, falling by 1 / (L * H_kv) from head to head.
+    """
+    reached = []
+    for scores, share in ((induction, BY_INDUCTION), (echo, BY_ECHO)):
+        reached.append((_ranks(-scores.flatten()) + 1) / share)
+    return (1 - _ranks(torch.minimum(*reached)) / echo.numel()).view(echo.shape).float()
+
+
+class Reconstruction:
+    """KVzip's score of each head, its largest over a text's tokens; a meter of `pod.model.probe.watch`.
+
+    Args:
+        size: tokens of the text, with which a sample begins; what follows repeats it.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.scores: list[Tensor] = []
+
+    def begin(self, length: int, layers: int) -> bool:
+        self.queries = torch.arange(self.size, length)
+        return True
+
+    def enter(self, layer: int, seen: Seen) -> None:
+        best = []
+        for at in self.queries.to(seen.hidden_states.device).split(_QUERIES):
+            best.append(_weights(seen, at)[..., SINKS : self.size].amax(dim=(1, 2, 3)))
+        self.scores.append(torch.stack(best).amax(dim=0).cpu())
+
+    def leave(self, layer: int, hidden_states: Tensor) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+    def result(self) -> dict[str, Tensor]:
+        """`kvzip` [L, H_kv]."""
+        return {"kvzip": torch.stack(self.scores).float()}
+
+
+class Directions:
+    """Q-Filters' filters; a meter of `pod.model.probe.watch`.
+
+    Args:
+        samples: how many there will be.
+        queries: how many of each query head are looked at, of all samples together.
+    """
+
+    def __init__(self, samples: int, queries: int) -> None:
+        self.each = -(-queries // samples)
+        self.queries: list[list[Tensor]] = []  # by layer, [H_kv, G, n, D] of each sample
+        self.draws = torch.Generator().manual_seed(0)
+
+    def begin(self, length: int, layers: int) -> bool:
+        self.at = torch.randperm(length, generator=self.draws)[: self.each]
+        self.queries = self.queries or [[] for _ in range(layers)]
+        return True
+
+    def enter(self, layer: int, seen: Seen) -> None:
+        states = seen.project("q", self.at.to(seen.hidden_states.device))
+        self.queries[layer].append(states.unflatten(0, (_kv_heads(seen), -1)).cpu())
+
+    def leave(self, layer: int, hidden_states: Tensor) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+    def result(self) -> dict[str, Tensor]:
+        """`filters` [L, H_kv, D]."""
+        return {"filters": torch.stack([first_directions(torch.cat(parts, dim=2)) for parts in self.queries])}
+
+
+def first_directions(queries: Tensor) -> Tensor:
+    """[.., G, n, D] queries -> [.., D] float32, the mean over G of their first right singular vectors.
+
+    Nothing is subtracted before; the sign of each is that which makes most products with its queries positive.
+    """
+    queries = queries.double()
+    # The right singular vectors are the eigenvectors of the [D, D] of products, the last one of the largest value.
+    first = torch.linalg.eigh(queries.mT @ queries).eigenvectors[..., -1]
+    is_positive = (queries @ first[..., None] > 0)[..., 0].double().mean(dim=-1, keepdim=True)
+    return torch.where(is_positive < 0.5, -first, first).mean(dim=-2).float()
+
+
+def calibrate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    text: str | None,
+    measure: Sequence[str] = MEASUREMENTS,
+    *,
+    repeated: int = 2500,
+    length: int = 2048,
+    samples: int = 19,
+    queries: int = 3000,
+    progress: bool = True,
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Measure a model; `pod.calibration.save` writes what it returns.
+
+    What is longer than the model's `max_position_embeddings` is made shorter.
+
+    Args:
+        model: as `pod.model.probe.watch` takes it, dense or PoD.
+        tokenizer, text: for all but razor.
+        measure: of MEASUREMENTS.
+        repeated: random tokens that razor repeats 4 times.
+        length: tokens of kvzip's text, and of each sample of filters.
+        samples: parts of the text for filters; fewer where it is shorter.
+        queries: of each query head that filters look at.
+        progress: show progress bars.
+
+    Returns:
+        The tensors, and how each was measured.
+
+    Raises:
+        ValueError: an unknown measurement, a number below 1, no text, or one that is too short.
+    """
+    unknown = sorted(set(measure) - set(MEASUREMENTS))
+    if unknown or not measure:
+        raise ValueError(f"measurements are {', '.join(MEASUREMENTS)}; got {', '.join(unknown) or 'none'}")
+    for name, value in {"repeated": repeated, "length": length, "samples": samples, "queries": queries}.items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    config, tensors, made = model.config, {}, {}
+    most = config.max_position_embeddings
+    if "razor" in measure:
+        size = min(repeated, (most - 1) // REPEATS)
+        ids = torch.randint(config.vocab_size, (size,), generator=torch.Generator().manual_seed(0)).repeat(REPEATS)
+        first = [] if config.bos_token_id is None else [config.bos_token_id]
+        meter = Repeats(size)
+        watch(model, [torch.cat([torch.tensor(first, dtype=torch.long), ids])[None]], [meter], "razor", progress)
+        tensors |= meter.result()
+        made |= {name: {"repeated": size, "repeats": REPEATS} for name in ("echo", "induction", "razor")}
+    if set(measure) <= {"razor"}:
+        return tensors, made
+    if not text:
+        raise ValueError("kvzip and filters are measured on a text: give one, or measure razor alone")
+    ids = torch.tensor([tokenizer(text, add_special_tokens=False).input_ids])
+    if "kvzip" in measure:
+        request = torch.tensor([tokenizer(REQUEST, add_special_tokens=False).input_ids])
+        size = min(length, ids.shape[1], (most - request.shape[1]) // 2)
+        if size <= SINKS:
+            raise ValueError(f"kvzip needs a text of more than {SINKS} tokens and room to repeat it, got {size}")
+        meter = Reconstruction(size)
+        watch(model, [torch.cat([ids[:, :size], request, ids[:, :size]], dim=1)], [meter], "kvzip", progress)
+        tensors |= meter.result()
+        made["kvzip"] = {"tokens": size}
+    if "filters" in measure:
+        size = min(length, ids.shape[1], most)
+        parts = ids[:, : samples * size].split(size, dim=1)
+        parts = [part for part in parts if part.shape[1] == size]
+        meter = Directions(len(parts), queries)
+        watch(model, parts, [meter], "filters", progress)
+        tensors |= meter.result()
+        made["filters"] = {"samples": len(parts), "tokens": size, "queries": min(size, meter.each) * len(parts)}
+    return tensors, made
+
+
+def _kv_heads(seen: Seen) -> int:
+    return seen.module.config.num_key_value_heads
+
+
+def _weights(seen: Seen, at: Tensor) -> Tensor:
+    """[H_kv, G, q, T] attention weights of the queries at positions `at` [q], which are in order."""
+    logits = seen.logits(at, slice(None)).unflatten(1, (-1, len(at)))
+    return logits.masked_fill_(torch.arange(logits.shape[-1], device=at.device) > at[:, None], -torch.inf).softmax(-1)
+
+
+def _ranks(values: Tensor) -> Tensor:
+    """[n] int64, 0 for the lowest; of equal values the first one's is lower."""
+    order = values.argsort(stable=True)
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+
+
+@exit_status
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m pod.calibrate", description=__doc__.split("\n")[0])
+    parser.add_argument("--ckpt", required=True, help="an exported model's directory, or any of a supported family")
+    parser.add_argument("--out", required=True, type=Path, help="the safetensors file to write")
+    parser.add_argument("--text-file", type=Path, help="a UTF-8 file, for all but razor; 40,000 tokens are enough")
+    parser.add_argument("--measure", default=",".join(MEASUREMENTS), help="which of %(default)s (all)")
+    parser.add_argument("--repeated", type=int, default=2500, help="random tokens that razor repeats (2500)")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of kvzip's text and of filters' parts (2048)")
+    parser.add_argument("--samples", type=int, default=19, help="parts of the text for filters (19)")
+    parser.add_argument("--queries", type=int, default=3000, help="of each query head, for filters (3000)")
+    options = parser.parse_args(arguments)
+    check_writable(options.out.parent)
+    text = None if options.text_file is None else read_text(options.text_file, "--text-file")
+    model, tokenizer = load(options.ckpt)
+    sizes = {name: getattr(options, name) for name in ("repeated", "length", "samples", "queries")}
+    tensors, made = calibrate(model, tokenizer, text, options.measure.split(","), **sizes)
+    calibration.save(options.out, tensors, model.config, made)
+    for name, how in made.items():
+        shape = " x ".join(map(str, tensors[name].shape))
+        print(f"{name}: {shape}, {', '.join(f'{key} {value}' for key, value in how.items())}")
+    print(f"written: {options.out}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
