@@ -78,6 +78,10 @@ class Layout:
     units: tuple[tuple[Unit, ...], ...]
     places: dict[Unit, int]
 
+    def column(self, head: int) -> list[int]:
+        """The anchors of a KV head's layers, from the lowest up, those left out in which it streams."""
+        return [row[head] for row in self.anchors if row[head] != STREAMS]
+
     @classmethod
     def of(cls, anchors: list[list[int]]) -> Layout:
         """The layout of a table of anchors [L][H_kv]."""

@@ -303,7 +303,7 @@ def _file_with(**changes):
         (_file_with(num_layers=None), "field 'num_layers' is missing"),
         (_file_with(num_kv_heads=None), "field 'num_kv_heads' is missing"),
         (_file_with(format="other"), "format is 'other', expected 'pod-layer-blocks'"),
-        (_file_with(version=2), "version is 2, this library reads version 1"),
+        (_file_with(version=2), "version is 3, this library reads versions 1 and 2"),
         (_file_with(metadata=3), "metadata must be a JSON object, got 3"),
         (_file_with(num_layers=4), "3 layers x 2 KV heads, but the file says num_layers=4, num_kv_heads=2"),
         (_file_with(num_kv_heads=1), "3 layers x 2 KV heads, but the file says num_layers=3, num_kv_heads=1"),

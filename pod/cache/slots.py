@@ -472,6 +472,10 @@ class SlotStorage(Storage):
             known = self.write(layer, k, v)
             if known is not self.layers[layer]:
                 self.layers[layer].keep_own(known, self.step)
+        if self.streams[layer]:
+            held = self.layers[layer].streams
+            held.widen(self._stream_places(self.step.length))
+            held.write(self._streamed(layer, k, v), self.step)
 
     def _append_by_kernel(self, layer: int, k: Tensor, v: Tensor) -> None:
         """One token in each row, where slots hold any positions."""
@@ -601,17 +605,21 @@ class SlotStorage(Storage):
     def _attend_streams(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: float) -> Tensor:
         """Store keys and values of the layer's heads that stream; `out` [B, H, T, D] with theirs, if it is not."""
         held, step = self.layers[layer].streams, self.step
-        mine = self.on_device(self.streams[layer], k.device)
-        new = torch.stack([x.detach()[:, mine].transpose(0, 1) for x in (k, v)])
-        places = self._stream_places(step.length)
+        new, places = self._streamed(layer, k, v), self._stream_places(step.length)
         if step.is_first:
             held.widen(places)
             held.write(new, step)
             return out
+        mine = self.on_device(self.streams[layer], k.device)
         asked, found = q.detach().unflatten(1, (k.shape[1], -1)), out.unflatten(1, (k.shape[1], -1))
         attended = held.attend(asked[:, mine].flatten(1, 2), new, step, places, scale)
         found[:, mine] = attended.unflatten(1, (len(mine), -1))
         return out
+
+    def _streamed(self, layer: int, k: Tensor, v: Tensor) -> Tensor:
+        """[2, W, B, T, D] keys and values of the layer's heads that stream, of [B, H_kv, T, D]."""
+        mine = self.on_device(self.streams[layer], k.device)
+        return torch.stack([x.detach()[:, mine].transpose(0, 1) for x in (k, v)])
 
     def _stream_places(self, length: int, more: int = 0) -> int:
         """Places for heads that stream, whose rows have `length` tokens, and get at least `more`."""

@@ -93,7 +93,7 @@ class CAKE(Eviction):
         counts = super().allocate(sharing)
         layout = sharing.blocks.layout()
         for head in range(sharing.blocks.num_kv_heads):
-            column = [row[head] for row in layout.anchors]
+            column = layout.column(head)
             blocks = [
                 (stage, index, layout.sizes[layer.layer, head])
                 for stage, layer in enumerate(sharing.stages)
