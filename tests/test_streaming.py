@@ -12,6 +12,8 @@ import pod
 from pod.blocks import STREAMS
 from pod.cache import streams
 from pod.eviction import CAKE, H2O, TOVA, AdaKV, PyramidKV, Quest, SnapKV, StreamingLLM
+from pod.model.memory import Inference
+from pod.model.shape import Shape
 from pod_kernels import composed
 
 SINKS, RECENT = 3, 5
@@ -20,6 +22,8 @@ SINKS, RECENT = 3, 5
 ANCHORS = [[0, 0, -1], [0, -1, -1], [-1, -1, -1], [3, 3, 3], [-1, 3, 4], [5, 3, -1]]
 BLOCKS = pod.LayerBlocks(ANCHORS)
 LAYERS, KV_HEADS, GROUPS = 6, 3, 2
+FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+FIELDS += ("head_dim", "vocab_size", "tie_word_embeddings")
 HEADS = {"num_key_value_heads": KV_HEADS, "num_attention_heads": KV_HEADS * GROUPS, "hidden_size": 96}
 
 
@@ -356,3 +360,19 @@ def test_checkpointed_gradients_are_those_without(use_reentrant):
 
 def loss_of_(model, ids):
     return model(ids, use_cache=False).logits
+
+
+@pytest.mark.parametrize("method", [None, SnapKV(14, window=4, kernel_size=3), H2O(14)], ids=["all", "snapkv", "h2o"])
+def test_the_plan_of_memory_counts_what_is_stored(method):
+    recent, prompt = 8, 120  # longer than sinks, recent tokens and what may be cropped
+    model = converted(recent=recent)
+    fields = {"model_type": "llama", **{name: getattr(model.config, name) for name in FIELDS}}
+    memory = Inference(
+        Shape.from_config(fields), BLOCKS, prompt, 5, SINKS, recent, eviction=method, itemsize=4, fused=False
+    )
+    cache = pod.PodCache(model.config, max_length=prompt + 4, eviction=method)
+    with torch.no_grad():
+        model(tokens(1, prompt), past_key_values=cache)
+    streams = sum(one.untyped_storage().nbytes() for one in cache.storages() if one.dim() == 5)
+    assert streams == 2 * 4 * 16 * int(BLOCKS.is_streaming.sum()) * memory._near
+    assert memory.cache == pytest.approx(cache.nbytes(), rel=0.02)
