@@ -305,7 +305,7 @@ def test_a_first_prefill_multiplies_windows_and_sinks_alone(monkeypatch):
     model = converted(tiny_two(), pod.LayerBlocks([[0, 0, 0], [-1, -1, -1]]), sinks=2, recent=16)
     with torch.no_grad():
         model(tokens(1, 1024), past_key_values=pod.PodCache(model.config))
-    dense, *windows = pieces
+    dense, *windows = dict.fromkeys(pieces)  # a CPU multiplies each for some heads at a time
     assert dense.keys == dense.queries == (0, 1024) and len(windows) > 1
     for piece in windows:
         assert piece.keys == (0, 2) or piece.keys[0] >= piece.queries[0] - 15
