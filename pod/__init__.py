@@ -5,6 +5,7 @@ extras.py       what only some commands need, named with the extra that brings i
 terminal.py     which warnings the commands leave out, and how they end: errors in one line
 files.py        files that are whole or not there, checksums, errors that name the file
 blocks.py       LayerBlocks: the greedy grouping, the saving, JSON, a picture
+heads.py        which KV heads need the distant past: head scores from files
 similarity.py   how alike two layers' attention is, and what sharing it would cost
 analyze.py      python -m pod.analyze: similarity, blocks, pictures
 calibration.py  the file of what was measured of a model once: head scores, filters

@@ -25,6 +25,7 @@ from pod.data.prepared import PreparedData, PreparedDataset
 from pod.data.tokenizer import check_vocabulary
 from pod.extras import require
 from pod.files import check_writable, replacing
+from pod.heads import streamed
 from pod.model.probe import watch
 from pod.recipe.loading import main_recipe
 from pod.recipe.schema import Recipe, output_folder
@@ -44,7 +45,7 @@ def analyze(recipe: Recipe) -> LayerBlocks:
 
     Raises:
         ValueError: no such model or data, data of another sample length, or more saving wanted than the model can
-            give; damage of what is not shared.
+            give; damage of what is not shared; head scores of another model.
         ImportError: matplotlib is not installed.
     """
     method = recipe.blocks.method
@@ -58,6 +59,12 @@ def analyze(recipe: Recipe) -> LayerBlocks:
         raise ValueError(
             "model.base is empty: a model from scratch has no attention to analyse. Set blocks.kv_saving=0"
         )
+    streaming = None
+    if share := recipe.blocks.streaming:
+        config = first_config(recipe.model.base, None)
+        dense = LayerBlocks.dense(config.num_hidden_layers, config.num_key_value_heads)
+        near = recipe.model.sink_size, recipe.model.recent_size
+        streaming = streamed(dense, recipe.blocks.head_scores, share, config, near).is_streaming
     require("train", "matplotlib", what="pod.analyze")  # its pictures come last, and the work before them is long
     out = output_folder(recipe)
     check_writable(out)
@@ -75,7 +82,7 @@ def analyze(recipe: Recipe) -> LayerBlocks:
     samples = (dataset[index]["input_ids"][None].to(device) for index in progress)
     watch(model, samples, meters, "attention similarity", progress=False)
     similarity, *costs = (meter.result() for meter in meters)
-    blocks = group(recipe, similarity, *costs)
+    blocks = group(recipe, similarity, *costs, streaming=streaming)
     save_similarity(similarity, out / "similarity.safetensors")
     plot_similarity(similarity, out / "similarity.png", blocks)
     if by_damage:
@@ -107,17 +114,20 @@ def refuse_run(out: Path) -> None:
         )
 
 
-def group(recipe: Recipe, similarity: Tensor, costs: Tensor | None = None) -> LayerBlocks:
+def group(
+    recipe: Recipe, similarity: Tensor, costs: Tensor | None = None, streaming: Tensor | None = None
+) -> LayerBlocks:
     """The blocks that the recipe asks for: by threshold when it names one, else by saving and method.
 
     Args:
         similarity, costs: [H_kv, L, L], of `pod.similarity`; costs for `blocks.method` damage or fisher.
+        streaming: [L, H_kv] bool, the heads that stream, which are in no block; None: none does.
     """
     if costs is not None:
-        return LayerBlocks.for_damage(costs, recipe.blocks.kv_saving)
+        return LayerBlocks.for_damage(costs, recipe.blocks.kv_saving, streaming)
     if recipe.blocks.threshold is not None:
-        return LayerBlocks.from_similarity(similarity, recipe.blocks.threshold)
-    return LayerBlocks.for_saving(similarity, recipe.blocks.kv_saving, recipe.blocks.method)
+        return LayerBlocks.from_similarity(similarity, recipe.blocks.threshold, streaming)
+    return LayerBlocks.for_saving(similarity, recipe.blocks.kv_saving, recipe.blocks.method, streaming)
 
 
 def savings_table(similarity: Tensor) -> str:

@@ -5,9 +5,13 @@ for all of them. Blocks are found from a similarity of attention scores by the g
 Algorithm 1), or by the partition that is best for a saving, by that similarity or by what sharing was measured to cost;
 per KV head because a key can only be dropped when every query head that reads it shares.
 
+A third kind of KV head streams (DuoAttention, arXiv 2410.10819): it attends to sinks and recent tokens alone, so it
+keeps no distant key and no distant value. Its anchor is `STREAMS`: there is none.
+
     blocks = LayerBlocks.for_saving(similarity, kv_saving=0.35)    # similarity: [H_kv, L, L]
     blocks = LayerBlocks.for_saving(similarity, kv_saving=0.35, method="sum")
     blocks = LayerBlocks.for_damage(costs, kv_saving=0.35)         # costs: [H_kv, L, L], of pod.similarity
+    blocks = LayerBlocks.dense(32, 8).streaming(scores, 0.5)       # scores: [L, H_kv], of `pod.head_scores`
     blocks.save("blocks.json")
 
 Shapes: L layers, H_kv KV heads, C candidate thresholds.
@@ -16,6 +20,7 @@ Shapes: L layers, H_kv KV heads, C candidate thresholds.
 from __future__ import annotations
 
 import json
+import math
 import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +37,8 @@ from pod.files import check_sum, read_json, replacing, with_sum, write_text
 
 FORMAT = "pod-layer-blocks"
 FORMAT_VERSION = 1
+STREAMING_VERSION = 2  # of files with heads that stream, which version 1 could not read
+STREAMS = -1  # in the place of an anchor
 METHODS = ("greedy", "sum", "worst")  # of `for_saving`
 # Similarities are averages of many float32 numbers: so much above 1, below 0 or off symmetry is rounding, not an error.
 SIMILARITY_TOLERANCE = 1e-4
@@ -49,18 +56,20 @@ class Layout:
 
     Attributes:
         anchors: [L][H_kv] the anchor layer of each.
-        orders: [L][H_kv] the KV heads in storage order.
+        orders: [L] the KV heads that have slots, in storage order: all that do not stream.
+        streams: [L] the KV heads that stream.
         num_anchors: [L] how many of them, the first ones, are anchors.
         score_heads: [L] the anchors whose distant scores a later layer reads.
-        ends: [L][H_kv] whether the block of the head ends in this layer.
+        ends: [L][H_kv] whether the block of the head ends in this layer, as of every head that streams.
         last_layers: of each block.
         sizes: layers of each block.
-        units: [L][H_kv] the blocks of a layer's heads, in storage order.
+        units: [L] the blocks of a layer's heads that have slots, in storage order.
         places: of each block, where in its anchor layer's storage order it is.
     """
 
     anchors: tuple[tuple[int, ...], ...]
     orders: tuple[tuple[int, ...], ...]
+    streams: tuple[tuple[int, ...], ...]
     num_anchors: tuple[int, ...]
     score_heads: tuple[tuple[int, ...], ...]
     ends: tuple[tuple[bool, ...], ...]
@@ -69,21 +78,32 @@ class Layout:
     units: tuple[tuple[Unit, ...], ...]
     places: dict[Unit, int]
 
+    def column(self, head: int) -> list[int]:
+        """The anchors of a KV head's layers, from the lowest up, those left out in which it streams."""
+        return [row[head] for row in self.anchors if row[head] != STREAMS]
+
     @classmethod
     def of(cls, anchors: list[list[int]]) -> Layout:
         """The layout of a table of anchors [L][H_kv]."""
         heads = range(len(anchors[0]))
-        last_layers = {(anchor, head): layer for layer, row in enumerate(anchors) for head, anchor in enumerate(row)}
+        last_layers = {
+            (anchor, head): layer
+            for layer, row in enumerate(anchors)
+            for head, anchor in enumerate(row)
+            if anchor != STREAMS
+        }
         sizes = {unit: last - unit[0] + 1 for unit, last in last_layers.items()}
         own = [[head for head in heads if row[head] == layer] for layer, row in enumerate(anchors)]
-        orders = tuple((*mine, *(head for head in heads if head not in mine)) for mine in own)
+        shared = [[head for head in heads if 0 <= row[head] < layer] for layer, row in enumerate(anchors)]
+        orders = tuple((*mine, *others) for mine, others in zip(own, shared, strict=True))
         return cls(
             tuple(map(tuple, anchors)),
             orders,
+            tuple(tuple(head for head in heads if row[head] == STREAMS) for row in anchors),
             tuple(map(len, own)),
             tuple(tuple(head for head in mine if sizes[layer, head] > 1) for layer, mine in enumerate(own)),
             tuple(
-                tuple(last_layers[anchor, head] == layer for head, anchor in enumerate(row))
+                tuple(last_layers.get((anchor, head), layer) == layer for head, anchor in enumerate(row))
                 for layer, row in enumerate(anchors)
             ),
             last_layers,
@@ -101,13 +121,13 @@ class LayerBlocks:
 
     Args:
         anchors: [L, H_kv] integers (a tensor or nested lists). `anchors[l, g] == l` says that layer l computes its own
-            scores for KV head g; otherwise it is the lowest layer of the block that l belongs to. Kept as a copy, int64
-            on the CPU.
+            scores for KV head g, `STREAMS` (-1) that this head streams there; otherwise it is the lowest layer of the
+            block that l belongs to. Kept as a copy, int64 on the CPU.
         metadata: anything JSON can hold that tells where the blocks come from (`threshold`, the model, ...).
 
     Raises:
-        ValueError: not a [L, H_kv] table of integers, a negative anchor, an anchor above its layer, or a gap (a block
-            whose layers are not consecutive). The message names layer, KV head and value.
+        ValueError: not a [L, H_kv] table of integers, an anchor below -1 or above its layer, a gap (a block whose
+            layers are not consecutive), or all heads stream. The message names layer, KV head and value.
     """
 
     anchors: Tensor
@@ -120,7 +140,9 @@ class LayerBlocks:
     # Construction
 
     @classmethod
-    def from_similarity(cls, similarity: Tensor, threshold: float = 0.5) -> LayerBlocks:
+    def from_similarity(
+        cls, similarity: Tensor, threshold: float = 0.5, streaming: Tensor | None = None
+    ) -> LayerBlocks:
         """Group layers greedily: PoD's Algorithm 1, for every KV head apart.
 
         From the lowest layer up, a layer joins the current block when its similarity to **all** the block's members is
@@ -130,11 +152,12 @@ class LayerBlocks:
             similarity: [H_kv, L, L], within [0, 1], 1 for identical attention scores, symmetric. Compared in float64;
                 of two entries that differ by rounding, [higher layer, lower layer] counts.
             threshold: the paper's delta, in [0, 1].
+            streaming: [L, H_kv] bool, the heads that stream, which no block has; None: none does.
 
         Raises:
             ValueError: the similarity is not such a tensor, or the threshold is outside [0, 1].
         """
-        similarity = _validated_similarity(similarity)
+        similarity = _without(_validated_similarity(similarity), streaming)
         threshold = float(threshold)
         if not 0 <= threshold <= 1:
             raise ValueError(
@@ -142,10 +165,12 @@ class LayerBlocks:
             )
         candidates = torch.tensor([threshold], dtype=torch.float64, device="cpu")
         anchors = torch.cat(list(_greedy_anchors(similarity, candidates)))
-        return cls(anchors, {"threshold": threshold})
+        return cls(_streamed(anchors, streaming), {"threshold": threshold})
 
     @classmethod
-    def for_saving(cls, similarity: Tensor, kv_saving: float = 0.35, method: str = "greedy") -> LayerBlocks:
+    def for_saving(
+        cls, similarity: Tensor, kv_saving: float = 0.35, method: str = "greedy", streaming: Tensor | None = None
+    ) -> LayerBlocks:
         """Group layers so that at least the wanted share of the KV cache is saved.
 
         greedy: Algorithm 1 with the largest threshold that saves enough. Greedy grouping only changes at the
@@ -162,34 +187,39 @@ class LayerBlocks:
 
         Args:
             similarity: [H_kv, L, L], as in `from_similarity`.
-            kv_saving: the wanted share of the dense cache's bytes, in [0, 0.5]; 0 gives `dense`.
+            kv_saving: the wanted share of the dense cache's bytes, in [0, 0.5]; 0 gives `dense`. With heads that
+                stream, of the bytes of the others.
             method: "greedy", "sum" or "worst".
+            streaming: as in `from_similarity`.
 
         Raises:
             ValueError: the similarity is not valid, the method is unknown, `kv_saving` is outside [0, 0.5], or it is
-                more than a model of L layers can give, (L - 1) / 2L. The message names that maximum.
+                more than a model of L layers can give, (L - 1) / 2L, or less where heads stream. The message names that
+                maximum.
         """
         if method not in METHODS:
             raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
-        similarity = _validated_similarity(similarity)
+        similarity = _without(_validated_similarity(similarity), streaming)
         num_kv_heads, num_layers, _ = similarity.shape
-        wanted = _wanted(kv_saving, num_layers, num_kv_heads)
+        wanted = _wanted(kv_saving, num_layers, num_kv_heads, streaming)
         if wanted == 0:
-            return cls.dense(num_layers, num_kv_heads)
+            return cls(_streamed(cls.dense(num_layers, num_kv_heads).anchors, streaming))
         lower = torch.ones(num_layers, num_layers, dtype=torch.bool, device="cpu").tril(-1)
         candidates = similarity[:, lower].unique()  # [C], ascending
+        candidates = candidates[candidates.isfinite()]
         if method != "greedy":
             worst = _largest_worst(similarity, candidates, wanted) if method == "worst" else 0.0
             anchors = _best_anchors(_gains(similarity, worst), wanted)
-            return cls(anchors, {"method": method})
+            return cls(_streamed(anchors, streaming), {"method": method})
         shared = torch.zeros(len(candidates), dtype=torch.int64, device="cpu")
         for layer, anchors in enumerate(_greedy_anchors(similarity, candidates)):
             shared += (anchors != layer).sum(dim=-1)
         threshold = candidates[(shared >= wanted).nonzero()[-1, 0]].item()
-        return cls.from_similarity(similarity, threshold)
+        anchors = torch.cat(list(_greedy_anchors(similarity, candidates.new_tensor([threshold]))))
+        return cls(_streamed(anchors, streaming), {"threshold": threshold})
 
     @classmethod
-    def for_damage(cls, costs: Tensor, kv_saving: float = 0.35) -> LayerBlocks:
+    def for_damage(cls, costs: Tensor, kv_saving: float = 0.35, streaming: Tensor | None = None) -> LayerBlocks:
         """The cheapest blocks that save the wanted share of the KV cache, by what sharing was measured to cost.
 
         Of all partitions of all heads that share exactly as many layers as the saving takes, the one whose summed cost
@@ -199,7 +229,7 @@ class LayerBlocks:
         Args:
             costs: [H_kv, L, L], from `pod.similarity.sharing_damage`: entry [g, a, l] is what it costs KV head g of
                 layer l to take its distant scores from layer a < l, at least 0; inf forbids it. Others are not read.
-            kv_saving: the wanted share of the dense cache's bytes, in [0, 0.5]; 0 gives `dense`.
+            kv_saving, streaming: as in `for_saving`.
 
         Raises:
             ValueError: `costs` is not such a tensor, `kv_saving` is outside [0, 0.5], or it is more than a model of L
@@ -217,16 +247,16 @@ class LayerBlocks:
                 f"costs must be at least 0, got {costs[head, anchor, layer].item():g} for KV head {head}, layer "
                 f"{layer} with the scores of layer {anchor}"
             )
-        wanted = _wanted(kv_saving, num_layers, num_kv_heads)
+        wanted = _wanted(kv_saving, num_layers, num_kv_heads, streaming)
         if wanted == 0:
-            return cls.dense(num_layers, num_kv_heads)
-        gains = -costs.triu(1)
+            return cls(_streamed(cls.dense(num_layers, num_kv_heads).anchors, streaming))
+        gains = _without(-costs.triu(1), streaming).triu(1)
         if (most := _most_shared(gains)) < wanted:
             raise ValueError(
                 f"kv_saving={kv_saving:g} is more than these costs can give: where none is inf, the maximum is "
-                f"{most / (2 * num_layers * num_kv_heads):.4f}"
+                f"{most / (2 * _storing(num_layers, num_kv_heads, streaming)):.4f}"
             )
-        return cls(_best_anchors(gains, wanted), {"method": "damage"})
+        return cls(_streamed(_best_anchors(gains, wanted), streaming), {"method": "damage"})
 
     @classmethod
     def dense(cls, num_layers: int, num_kv_heads: int) -> LayerBlocks:
@@ -254,6 +284,43 @@ class LayerBlocks:
         layers = cls.dense(num_layers, num_kv_heads).anchors
         return cls(layers - layers % size, {"size": size})
 
+    def streaming(self, scores: Tensor, share: float) -> LayerBlocks:
+        """The same blocks, of which those that need the distant past least stream.
+
+        A block streams in all its layers, and needs what the neediest of them does. DuoAttention takes the heads below
+        the `share` quantile of the scores and breaks ties by noise; of equal ones, here the lower layer streams, then
+        the lower head.
+
+        Args:
+            scores: [L, H_kv], higher where a head needs distant tokens more.
+            share: of the layers' KV heads, in [0, 1), at most so many stream: whole blocks, the neediest last.
+
+        Raises:
+            ValueError: the scores have another shape or are not finite, the share is outside [0, 1), or heads stream
+                already.
+        """
+        scores = torch.as_tensor(scores).detach().to("cpu", torch.float64)
+        if scores.shape != self.anchors.shape or not scores.isfinite().all():
+            raise ValueError(
+                f"scores must be finite and [layers, kv_heads] = {list(self.anchors.shape)}, got {list(scores.shape)}"
+            )
+        if not 0 <= share < 1:
+            raise ValueError(
+                f"the share of heads that stream must be in [0, 1), got {share:g}; all of them are window attention, "
+                "share='window'"
+            )
+        layout = self.layout()
+        if any(layout.streams):
+            raise ValueError("these blocks have heads that stream already: choose among the heads of blocks without")
+        needs = {unit: float(scores[unit[0] : last + 1, unit[1]].max()) for unit, last in layout.last_layers.items()}
+        left, anchors = math.ceil(share * (scores.numel() - 1)), self.anchors.clone()
+        for anchor, head in sorted(needs, key=lambda unit: (needs[unit], unit)):
+            left -= layout.sizes[anchor, head]
+            if left < 0:
+                break
+            anchors[anchor : layout.last_layers[anchor, head] + 1, head] = STREAMS
+        return LayerBlocks(anchors, {**self.metadata, "streaming": share})
+
     # What the blocks say
 
     def layout(self) -> Layout:
@@ -280,8 +347,13 @@ class LayerBlocks:
         return self.anchors == torch.arange(self.num_layers, device="cpu")[:, None]
 
     @property
+    def is_streaming(self) -> Tensor:
+        """[L, H_kv] bool: whether this KV head streams there: it stores no distant key and no distant value."""
+        return self.anchors == STREAMS
+
+    @property
     def is_dense(self) -> bool:
-        """Whether every block is one layer."""
+        """Whether every block is one layer, and no head streams."""
         return bool(self.is_anchor.all())
 
     @property
@@ -291,17 +363,23 @@ class LayerBlocks:
 
     @property
     def sizes(self) -> list[list[int]]:
-        """For every KV head the number of layers of each block, from the lowest layer up: H_kv lists that sum to L."""
-        return [head.unique_consecutive(return_counts=True)[1].tolist() for head in self.anchors.unbind(1)]
+        """For every KV head the number of layers of each block, from the lowest layer up.
+
+        H_kv lists that sum to L, but for the layers in which the head streams.
+        """
+        kept = (head[head != STREAMS] for head in self.anchors.unbind(1))
+        return [head.unique_consecutive(return_counts=True)[1].tolist() for head in kept]
 
     @property
     def kv_saving(self) -> float:
-        """The share of the dense KV cache's bytes that is not stored as length grows, in [0, 0.5).
+        """The share of the dense KV cache's bytes that is not stored as length grows, in [0, 0.5); more with streaming.
 
-        shared / (2 * L * H_kv), where shared counts the layers and KV heads that are no anchor: their keys are dropped,
-        all values stay. Where values are dropped too (`share="kv"`) it is twice that: `config.kv_saving`.
+        (shared + 2 * streaming) / (2 * L * H_kv), where shared counts the layers and KV heads that share: their keys
+        are dropped, all values stay; those that stream drop both. Where values are dropped too (`share="kv"`) it is
+        twice that: `config.kv_saving`.
         """
-        return (self.anchors.numel() - self.num_blocks) / (2 * self.anchors.numel())
+        dropped = self.anchors.numel() - self.num_blocks + int(self.is_streaming.sum())
+        return dropped / (2 * self.anchors.numel())
 
     def check(self, num_layers: int, num_kv_heads: int) -> None:
         """Check that the blocks are made for a model of this shape.
@@ -324,9 +402,10 @@ class LayerBlocks:
         return hash((self.num_kv_heads, tuple(self.anchors.flatten().tolist())))
 
     def __repr__(self) -> str:
+        streams = int(self.is_streaming.sum())
         return (
             f"LayerBlocks(layers={self.num_layers}, kv_heads={self.num_kv_heads}, blocks={self.num_blocks}, "
-            f"kv_saving={self.kv_saving:.3f})"
+            f"{f'streaming={streams}, ' if streams else ''}kv_saving={self.kv_saving:.3f})"
         )
 
     # Files
@@ -335,7 +414,8 @@ class LayerBlocks:
         """Write the blocks as JSON, one line per layer; folders are made as needed.
 
         The file is written aside and renamed, so that a reader never meets half of it. `kv_saving` is in it for people
-        to read, and lets `load` notice an anchor that was changed; a checksum, whatever else was.
+        to read, and lets `load` notice an anchor that was changed; a checksum, whatever else was. With heads that
+        stream the file has a version that code from before them refuses.
 
         Raises:
             TypeError: the metadata holds something that JSON cannot.
@@ -343,7 +423,7 @@ class LayerBlocks:
         rows = ",\n".join(f"    {json.dumps(row)}" for row in self.anchors.tolist())
         head = {
             "format": FORMAT,
-            "version": FORMAT_VERSION,
+            "version": STREAMING_VERSION if self.is_streaming.any() else FORMAT_VERSION,
             "num_layers": self.num_layers,
             "num_kv_heads": self.num_kv_heads,
             "kv_saving": self.kv_saving,
@@ -374,8 +454,11 @@ class LayerBlocks:
                 raise ValueError(f"{path}: the field {name!r} is missing")
         if content["format"] != FORMAT:
             raise ValueError(f"{path}: format is {content['format']!r}, expected {FORMAT!r}")
-        if content["version"] != FORMAT_VERSION:
-            raise ValueError(f"{path}: version is {content['version']!r}, this library reads version {FORMAT_VERSION}")
+        if content["version"] not in (FORMAT_VERSION, STREAMING_VERSION):
+            raise ValueError(
+                f"{path}: version is {content['version']!r}, this library reads versions {FORMAT_VERSION} and "
+                f"{STREAMING_VERSION}"
+            )
         metadata = content.get("metadata", {})
         if not isinstance(metadata, dict):
             raise ValueError(f"{path}: metadata must be a JSON object, got {metadata!r}")
@@ -399,7 +482,8 @@ class LayerBlocks:
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw the blocks into a PNG: layers across, KV heads down, a colour for each block of more than one layer.
 
-        Grey is a block of one layer; a dot marks the anchor of a larger one. Folders are made as needed.
+        Grey is a block of one layer, white a head that streams; a dot marks the anchor of a larger block. Folders are
+        made as needed.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -414,15 +498,13 @@ class LayerBlocks:
         palette = [colormaps["tab10"](index)[:3] for index in (0, 1, 2, 3, 4, 5, 6, 8, 9)]  # 7 is grey
         picture = torch.full((self.num_kv_heads, self.num_layers, 3), 0.88, device="cpu")
         dots: list[tuple[int, int]] = []
-        for head, sizes in enumerate(self.sizes):
-            layer = 0
-            for size in sizes:
-                if size > 1:
-                    # Neighbours differ because colours are taken in turn, over all heads.
-                    colour = palette[len(dots) % len(palette)]
-                    picture[head, layer : layer + size] = torch.tensor(colour, device="cpu")
-                    dots.append((layer, head))
-                layer += size
+        picture[self.is_streaming.t()] = 1.0
+        for (layer, head), size in sorted(self.layout().sizes.items(), key=lambda unit: unit[0][::-1]):
+            if size > 1:
+                # Neighbours differ because colours are taken in turn, over all heads.
+                colour = palette[len(dots) % len(palette)]
+                picture[head, layer : layer + size] = torch.tensor(colour, device="cpu")
+                dots.append((layer, head))
 
         width = min(max(0.28 * self.num_layers + 1.2, 6.0), 24.0)
         height = min(max(0.28 * self.num_kv_heads + 1.6, 2.4), 16.0)
@@ -439,7 +521,8 @@ class LayerBlocks:
             axes.scatter(*zip(*dots, strict=True), s=14, color="black", zorder=3)
         axes.set_xlim(-0.5, self.num_layers - 0.5)
         axes.set_ylim(self.num_kv_heads - 0.5, -0.5)
-        axes.set_xlabel("layer (dot: anchor; grey: block of one layer)")
+        streams = "; white: streams" if self.is_streaming.any() else ""
+        axes.set_xlabel(f"layer (dot: anchor; grey: block of one layer{streams})")
         axes.set_ylabel("KV head")
         axes.set_title(f"{self.num_blocks} blocks, kv_saving {100 * self.kv_saving:.1f} %")
         with replacing(path) as aside:
@@ -463,20 +546,45 @@ def _greedy_anchors(similarity: Tensor, thresholds: Tensor) -> Iterator[Tensor]:
         yield anchors
 
 
-def _wanted(kv_saving: float, num_layers: int, num_kv_heads: int) -> int:
-    """The least number of layers, over all KV heads, that must share to save so much."""
+def _without(tables: Tensor, streaming: Tensor | None) -> Tensor:
+    """[H_kv, L, L] similarities or gains, -inf with a layer in which the head streams: no block takes it in."""
+    if streaming is None:
+        return tables
+    if tuple(streaming.shape) != (tables.shape[1], tables.shape[0]) or streaming.dtype != torch.bool:
+        raise ValueError(
+            f"streaming must be [layers, kv_heads] = {[tables.shape[1], tables.shape[0]]} truth values, got "
+            f"{list(streaming.shape)} of {streaming.dtype}"
+        )
+    heads = streaming.t().cpu()
+    return tables.masked_fill(heads[:, :, None] | heads[:, None], -torch.inf)
+
+
+def _streamed(anchors: Tensor, streaming: Tensor | None) -> Tensor:
+    """The anchors [L, H_kv], none where a head streams."""
+    return anchors if streaming is None else anchors.masked_fill(streaming.cpu(), STREAMS)
+
+
+def _storing(num_layers: int, num_kv_heads: int, streaming: Tensor | None) -> int:
+    """How many of the layers' KV heads do not stream."""
+    return num_layers * num_kv_heads - (0 if streaming is None else int(streaming.sum()))
+
+
+def _wanted(kv_saving: float, num_layers: int, num_kv_heads: int, streaming: Tensor | None = None) -> int:
+    """The least number of layers, over all KV heads, that must share to save so much of what does not stream."""
     kv_saving = float(kv_saving)
     if not 0 <= kv_saving <= 0.5:
         raise ValueError(f"kv_saving must be in [0, 0.5], got {kv_saving:g}: only keys are shared, half of the cache")
-    # One block per head is the most that there is.
-    maximum = (num_layers - 1) / (2 * num_layers)
-    if kv_saving > maximum:
+    # One block per head is the most that there is; a layer that streams is between two.
+    pairs = max(1, 2 * _storing(num_layers, num_kv_heads, streaming))
+    most = (num_layers - 1) * num_kv_heads
+    if streaming is not None:
+        most = int((~streaming[1:] & ~streaming[:-1]).sum())
+    if kv_saving > (maximum := most / pairs):
         raise ValueError(
             f"kv_saving={kv_saving:g} is more than this model can give: with {num_layers} layers the maximum is "
-            f"{maximum:.4f} (one block per KV head)"
+            f"{maximum:.4f} (one block per KV head{'' if streaming is None else ', none where heads stream'})"
         )
-    pairs = 2 * num_layers * num_kv_heads
-    return next(count for count in range(pairs) if count / pairs >= kv_saving)
+    return next(count for count in range(pairs + 1) if count / pairs >= kv_saving)
 
 
 def _gains(similarity: Tensor, worst: float) -> Tensor:
@@ -620,8 +728,10 @@ def _validated_anchors(anchors: Tensor | Sequence[Sequence[int]]) -> Tensor:
     for layer, row in enumerate(rows):
         for head, anchor in enumerate(row):
             where = f"layer {layer}, KV head {head}"
+            if anchor == STREAMS:
+                continue
             if anchor < 0:
-                raise ValueError(f"{where}: negative anchor {anchor}")
+                raise ValueError(f"{where}: negative anchor {anchor}; {STREAMS} alone means something: it streams")
             if anchor > layer:
                 raise ValueError(f"{where}: anchor {anchor} is above its layer; the anchor is a block's lowest layer")
             # With this for every layer, an anchor is its own anchor too.
@@ -631,6 +741,8 @@ def _validated_anchors(anchors: Tensor | Sequence[Sequence[int]]) -> Tensor:
                     f"{where}: anchor {anchor} leaves a gap; a block's layers are consecutive, so it is {below}, "
                     f"the anchor of the layer below, or {layer}, a new block"
                 )
+    if all(anchor == STREAMS for row in rows for anchor in row):
+        raise ValueError("all heads stream: that is window attention, share='window' with blocks of one layer")
     return torch.tensor(rows, dtype=torch.int64, device="cpu")
 
 

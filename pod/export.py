@@ -63,7 +63,7 @@ A {kind} trained by [PoD](https://arxiv.org/abs/2412.02252) (proximal tokens ove
 | share | {share} |
 {measured}
 
-Anchor layer of each layer (rows) and KV head (columns); a head whose anchor is its own layer shares nothing:
+Anchor layer of each layer (rows) and KV head (columns); a head whose anchor is its own layer shares nothing{streaming}:
 
 ```
 {block_map}
@@ -77,6 +77,8 @@ tokenizer = AutoTokenizer.from_pretrained("{path}")"""
 ADAPTER = """import pod
 
 model = pod.load("{base}", adapter="{path}")"""
+
+STREAMING = ", and one whose anchor is -1 streams: it attends to sinks and recent tokens alone, and stores no others"
 
 SHARING = dict.fromkeys(("scores", "keys"), "Its layers share the attention scores of distant tokens") | {
     "kv": "Its layers share keys and values (cross-layer attention): projections to keys and values of a layer without "
@@ -298,6 +300,7 @@ def model_card(
             f"layer {layer:3d}: " + " ".join(f"{anchor:3d}" for anchor in row)
             for layer, row in enumerate(blocks.anchors.tolist())
         ),
+        streaming=STREAMING if blocks.is_streaming.any() else "",
     )
 
 

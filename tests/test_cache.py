@@ -15,6 +15,7 @@ from pod.eviction import H2O, SnapKV, StreamingLLM
 # One row per layer, one column per KV head: blocks of one, two, three layers, begun in different layers.
 ANCHORS = ((0, 0), (0, 1), (2, 1), (2, 1), (2, 4))
 DENSE = tuple((layer, layer) for layer in range(5))
+STREAMING = ((0, 0), (-1, 0), (2, -1), (2, 3), (-1, 3))
 VOCAB, SINKS, RECENT = 97, 3, 8
 EIGHT = pod.Quantization(8, group=4, residual=64)
 STOCK = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}

@@ -188,6 +188,40 @@ def test_decoding_after_eviction_waits_for_nothing(monkeypatch):
             model(ids[:, 1:2], past_key_values=cache)
 
 
+# A head that streams beside one that shares, in all layers, and one that stores its heads in another order.
+STREAMING = ((0, -1), (0, 1), (-1, 1), (3, -1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"tau": 0.4}, {"eviction": AFTER_THE_PROMPT[0]}], ids=["tau", "snapkv"])
+def test_a_replay_where_heads_stream_is_a_step_of_the_kernels(options, kernels, monkeypatch):
+    options = {"max_length": 24, **options}
+    expected, plain, _ = generated(tiny(STREAMING), 6, monkeypatch, **options)
+    logits, cache, counts = generated(tiny(STREAMING), 6, monkeypatch, "stale", **options)
+    assert counts == {"captured": 1, "replayed": 3} and torch.equal(logits, expected)
+    assert all(torch.equal(one, other) for one, other in zip(cache.storages(), plain.storages(), strict=True))
+    monkeypatch.delenv("POD_ATTENTION_BACKEND")
+    by_torch, _, _ = generated(tiny(STREAMING), 6, monkeypatch, **options)
+    torch.testing.assert_close(logits, by_torch, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("method", [None, AFTER_THE_PROMPT[0]], ids=["all", "snapkv"])
+def test_where_heads_stream_a_step_waits_for_nothing_and_its_addresses_stand_still(method, monkeypatch):
+    model, ids = tiny(STREAMING), torch.arange(1, 25).view(2, 12)
+    cache = pod.PodCache(model.config, eviction=method, max_length=40)
+    if method is not None:  # appending where nothing is evicted is a kernel's part, and seen above
+        as_where_kernels_run(monkeypatch)
+    model(ids, past_key_values=cache)
+    model(ids[:, :1], past_key_values=cache)
+    stands = [tensor.data_ptr() for tensor in cache.storages()]
+    with NoSynchronisation(), NoReading():
+        for at in range(1, 9):
+            model(ids[:, at : at + 1], past_key_values=cache)
+    assert [tensor.data_ptr() for tensor in cache.storages()] == stands
+    if method is not None:
+        assert cache.place_of_a_step() is not None
+
+
 @pytest.mark.slow
 def test_a_cache_that_moves_has_no_graph(kernels, monkeypatch):
     model = tiny()

@@ -1,5 +1,7 @@
 """The public entry to shared-score attention: one signature, several backends that agree."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -33,7 +35,7 @@ def shared_score_attention(
     scale: float | None = None,
     lengths: Tensor | None = None,
     document_ids: Tensor | None = None,
-    window_only: bool = False,
+    window_only: bool | tuple[int, ...] = False,
     return_lse: bool = False,
     return_gate: bool = False,
     backend: str = "auto",
@@ -59,6 +61,7 @@ def shared_score_attention(
         document_ids: [B, T] non-decreasing, -1 padding; tokens see their own document only, positions count from its
             first token.
         window_only: distant pairs do not count at all: window attention with sinks, without q_distant and k_distant.
+            Or the KV heads of which that is so, whose q_distant and k_distant are not looked at; their gate is 1.
         return_lse, return_gate: also return these, in this order.
         backend: "auto", "reference" (eager, [T, T] in memory), "composed" (torch's flash attention, linear memory) or
             "fused" (one Triton kernel, linear memory; NVIDIA GPUs). "auto" is the environment variable
@@ -72,6 +75,10 @@ def shared_score_attention(
     Raises:
         ValueError: shapes, dtypes, sizes or lengths do not fit, no such backend, or it cannot run here; says which.
     """
+    if window_only and not isinstance(window_only, bool):
+        options = {"sink_size": sink_size, "recent_size": recent_size, "scale": scale, "lengths": lengths}
+        options |= {"document_ids": document_ids, "return_lse": return_lse, "return_gate": return_gate}
+        return _by_heads(q, k, v, q_distant, k_distant, window_only, backend=backend, **options)
     problem = Problem(
         q,
         k,
@@ -83,7 +90,7 @@ def shared_score_attention(
         scale=scale,
         lengths=lengths,
         document_ids=document_ids,
-        window_only=window_only,
+        window_only=bool(window_only),
         return_lse=return_lse,
         return_gate=return_gate,
     )
@@ -93,3 +100,33 @@ def shared_score_attention(
     name = resolve_backend(backend, shape_class(q, "training" if training else "forward"))
     attend = custom_ops.attend if name == "composed" and torch.compiler.is_compiling() else BACKENDS[name]
     return problem.results(*attend(problem))
+
+
+def _by_heads(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_distant: Tensor | None,
+    k_distant: Tensor | None,
+    windows: tuple[int, ...],
+    **options,
+) -> Tensor | tuple[Tensor, ...]:
+    """`shared_score_attention` where the KV heads `windows` have no distant pairs, and the others have."""
+    kv_heads = k.shape[1]
+    others = tuple(head for head in range(kv_heads) if head not in windows)
+
+    def part(heads: tuple[int, ...], distant: tuple[Tensor | None, ...]) -> list[Tensor]:
+        mine = (None if x is None else _of_heads(x, heads, x.shape[1] // kv_heads) for x in (q, k, v, *distant))
+        found = shared_score_attention(*mine, window_only=not distant, **options)
+        return [found] if isinstance(found, Tensor) else list(found)
+
+    parts = [part(windows, ())] + ([part(others, (q_distant, k_distant))] if others else [])
+    back = [(*windows, *others).index(head) for head in range(kv_heads)]
+    groups = q.shape[1] // kv_heads
+    results = tuple(_of_heads(torch.cat(each, dim=1), back, groups) for each in zip(*parts, strict=True))
+    return results[0] if len(results) == 1 else results
+
+
+def _of_heads(x: Tensor, heads: Sequence[int], groups: int) -> Tensor:
+    """The `groups` entries in [:, H] of each of some KV heads, by slices: no index has to come from the host."""
+    return torch.cat([x[:, head * groups : (head + 1) * groups] for head in heads], dim=1)

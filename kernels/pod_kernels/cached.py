@@ -32,7 +32,7 @@ def reference_cached_attention(q: Tensor, layer: LayerSlots, **options) -> Tenso
     asked = _Asked(q, layer, **options)
     positions, table, scores, scale = asked.positions, asked.table, asked.scores, asked.scale
     batch, heads, count, _ = q.shape
-    groups = heads // len(layer.order)
+    groups = heads // layer.kv_heads
     out = torch.zeros_like(q)
     lse = torch.full((batch, heads, count), -torch.inf, device=q.device)
     gate = torch.ones(batch, heads, count, device=q.device)
@@ -149,7 +149,7 @@ def cached_attention(
         PoD (arXiv 2412.02252), Eq. 3, 4 and section 2.3; over the tokens that are kept.
     """
     by_kernels = q.shape[2] == 1 and (runs_triton(q) if by_kernels is None else by_kernels)
-    is_plain = sees_all and layer.num_anchors == len(layer.order) and not (score_heads and scores is not None)
+    is_plain = sees_all and layer.num_anchors == layer.kv_heads and not (score_heads and scores is not None)
     if is_plain and not (by_kernels or return_lse or return_gate or return_weights):
         return _plain_attention(q, layer, unused, scale)
     read = positions, table, unused, sees_all, scores, score_heads, q_distant, distant_keys
@@ -190,14 +190,14 @@ class _Asked:
 
     def grouped(self, tensor: Tensor) -> Tensor:
         """[B, H, T, D] -> [H_kv, B, G, T, D] in storage order."""
-        return self.layer.stored(tensor.unflatten(1, (len(self.layer.order), -1)).transpose(0, 1))
+        return self.layer.stored(tensor.unflatten(1, (self.layer.kv_heads, -1)).transpose(0, 1))
 
     def no_weights(self) -> Tensor | None:
         """[A, B, G, T, C] float32 zeros for the anchor heads' weights, where they are wanted."""
         if not self.return_weights:
             return None
         batch, heads, count, _ = self.q.shape
-        shape = self.layer.num_anchors, batch, heads // len(self.layer.order), count, self.layer.keys.widest
+        shape = self.layer.num_anchors, batch, heads // self.layer.kv_heads, count, self.layer.keys.widest
         return self.q.new_zeros(shape, dtype=torch.float32)
 
     def results(

@@ -75,7 +75,7 @@ def paged_attention(
         [B, H, 1, D], zero at padding.
     """
     anchors, kv_heads = layer.num_anchors, len(layer.order)
-    q = layer.stored(q.unflatten(1, (kv_heads, -1)).transpose(0, 1))  # [H_kv, B, G, 1, D] in storage order
+    q = layer.stored(q.unflatten(1, (layer.kv_heads, -1)).transpose(0, 1))  # [H_kv, B, G, 1, D] in storage order
     # Where there is nothing to read stands the query's own token, which is read anyway.
     at = torch.where(read < 0, positions, read).clamp(min=0)
 

@@ -59,6 +59,8 @@ class Problem:
         kv_heads = k.shape[1]
         if heads % kv_heads:
             raise ValueError(f"query heads ({heads}) must be a multiple of key/value heads ({kv_heads})")
+        if not isinstance(self.window_only, bool):
+            raise ValueError(f"window_only is True or False of all heads here, got {self.window_only!r}")
         if self.window_only and self.q_distant is not None:
             raise ValueError("window_only leaves distant pairs out: pass no q_distant and k_distant with it")
         if (self.q_distant is None) != (self.k_distant is None):

@@ -312,6 +312,23 @@ def ring_places(positions: Tensor, sink_size: int, ring_size: int) -> Tensor:
     return torch.where(positions < sink_size, positions, ring)
 
 
+def ring_positions(lengths: Tensor, places: int, sink_size: int, ring_size: int) -> Tensor:
+    """The position that each of the first `places` of sinks and ring holds.
+
+    Args:
+        lengths: [B] int64, tokens written to each row.
+
+    Returns:
+        [B, places] int64, -1 where a place is empty.
+    """
+    place = torch.arange(places, device=lengths.device)
+    last = lengths[:, None] - 1 - sink_size
+    age = (last - (place - sink_size)).remainder(ring_size)
+    ring = torch.where(last - age >= 0, sink_size + last - age, -1)
+    sinks = torch.where(place < lengths[:, None], place, -1)
+    return torch.where(place < sink_size, sinks, ring)
+
+
 def products(queries: Tensor, keys: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
     """[h, B, G, t, D] queries with [h, B, N, D] keys -> [h, B, G, t, N] float32 logits, the keys read in place.
 
@@ -335,6 +352,7 @@ class LayerSlots:
 
     Attributes:
         order: the KV heads in the order in which they are stored: the layer's anchor heads first, then the others.
+            Heads that are stored elsewhere, as those that stream, are not among them.
         num_anchors: A, how many of them are anchors of their block (a block of one layer counts).
         values: [B, H_kv] segments in that order.
         keys: [B, A] segments of the anchor heads' keys, of the same capacities.
@@ -346,6 +364,7 @@ class LayerSlots:
         near_slots: the same, the slot in `values` of each.
         pages: [B, A] segments of each page's minima and maxima [2 D]; None where pages are not used.
         index: [H_kv] int64, `order` on the device; None where it is the heads' own. Copied there where it is not given.
+        elsewhere: how many heads are stored elsewhere. Queries and outputs have them too.
     """
 
     order: tuple[int, ...]
@@ -360,10 +379,16 @@ class LayerSlots:
     near_slots: Tensor | None = None
     pages: Segments | None = None
     index: Tensor | None = None
+    elsewhere: int = 0
 
     def __post_init__(self) -> None:
-        if self.index is None and list(self.order) != sorted(self.order):
+        if self.index is None and list(self.order) != list(range(self.kv_heads)):
             [self.index] = on_device([np.array(self.order)], self.near_keys.device)
+
+    @property
+    def kv_heads(self) -> int:
+        """KV heads of the model."""
+        return len(self.order) + self.elsewhere
 
     @cached_property
     def inverse(self) -> Tensor | None:
@@ -375,7 +400,11 @@ class LayerSlots:
         return states if self.index is None else states[self.index]
 
     def by_head(self, states: Tensor) -> Tensor:
-        """[H_kv, ..] in storage order -> by head."""
+        """[H_kv, ..] in storage order -> by head; 0 for heads that are stored elsewhere."""
+        if self.elsewhere:
+            found = states.new_zeros(self.kv_heads, *states.shape[1:])
+            found[self.index] = states
+            return found
         return states if self.inverse is None else states[self.inverse]
 
     def part(self, head: int, heads: int) -> "LayerSlots":
@@ -405,17 +434,5 @@ class LayerSlots:
         return ring_places(positions, self.sink_size, self.ring_size)
 
     def ring_positions(self, lengths: Tensor) -> Tensor:
-        """The position that each place of sinks and ring holds.
-
-        Args:
-            lengths: [B] int64, tokens written to each row.
-
-        Returns:
-            [B, M] int64, -1 where a place is empty.
-        """
-        places = torch.arange(self.near_keys.shape[2], device=lengths.device)
-        last = lengths[:, None] - 1 - self.sink_size
-        age = (last - (places - self.sink_size)).remainder(self.ring_size)
-        ring = torch.where(last - age >= 0, self.sink_size + last - age, -1)
-        sinks = torch.where(places < lengths[:, None], places, -1)
-        return torch.where(places < self.sink_size, sinks, ring)
+        """[B, M] int64, the position that each place of sinks and ring holds, as `ring_positions`."""
+        return ring_positions(lengths, self.near_keys.shape[2], self.sink_size, self.ring_size)

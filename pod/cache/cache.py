@@ -109,6 +109,12 @@ class PodCache(Cache):
                 f"eviction must be a method such as pod.eviction.SnapKV(budget=256), got {eviction!r}; "
                 "pod.eviction.parse makes one from text"
             )
+        if isinstance(eviction, ChainPolicy) and config.blocks.is_streaming.any():
+            raise ValueError(
+                f"{type(eviction).__name__} keeps tokens by their places in every head, and some heads of this model "
+                "stream, which keeps others: choose a method that evicts by scores, such as SnapKV, or blocks without "
+                "such heads"
+            )
         if config.share == "window":
             if eviction is not None:
                 raise ValueError("a model with share='window' keeps its window alone: make its cache without eviction")
@@ -209,7 +215,9 @@ class PodCache(Cache):
         Quest's pages, two vectors each, are in it, and quantization's scales and open groups.
         """
         near = min(length, self.config.sink_size + self.config.recent_size + self.crop_slack)
-        total = self.blocks.anchors.numel()
+        streams = int(self.blocks.is_streaming.sum())
+        total = self.blocks.anchors.numel() - streams
+        streamed = batch * self.config.head_dim * itemsize * 2 * streams * near
         if self.config.share == "window":
             length = self.config.sink_size + self.config.recent_size - 1
         anchors = self.blocks.num_blocks
@@ -220,10 +228,10 @@ class PodCache(Cache):
         if spec is not None and spec.pays([length], dim, itemsize):
             stored = total * spec.nbytes(length, dim, itemsize, is_key=False)
             stored += anchors * spec.nbytes(length, dim, itemsize, is_key=True)
-            return batch * (stored + (total - anchors) * near * dim * itemsize)
+            return streamed + batch * (stored + (total - anchors) * near * dim * itemsize)
         if isinstance(self.eviction, ReadSelector):
             vectors += 2 * anchors * self.eviction.pages(length)
-        return batch * self.config.head_dim * itemsize * vectors
+        return streamed + batch * self.config.head_dim * itemsize * vectors
 
     def storages(self) -> list[Tensor]:
         """Every tensor that `nbytes` counts."""

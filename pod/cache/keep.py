@@ -250,7 +250,7 @@ class Decision:
         """Of a forward's queries [B, H, T, D] at [B, T] those that will be looked at; more are not grouped (copied)."""
         sees_all = self._sums or self.method.moments_from is not None
         last = q.shape[2] if sees_all else self._window
-        queries = q[:, :, -last:].unflatten(1, (len(self.storage.orders[layer]), -1)).transpose(0, 1)
+        queries = q[:, :, -last:].unflatten(1, (self.blocks.num_kv_heads, -1)).transpose(0, 1)
         anchors, index = self.storage.num_anchors[layer], self.storage.index(layer, q.device)
         queries = queries[:anchors] if index is None else queries[index[:anchors]]
         window, moments = self._window, None

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from pod.cache.storage import Step
+from pod.cache.streams import Streams
 from pod.eviction.base import BEYOND_MEMORY
 from pod_kernels import LayerSlots, Quantization, QuantizedSegments, Segments
 from pod_kernels.quantized import dequantized, quantized
@@ -91,11 +92,13 @@ class Layer(LayerSlots):
         headroom: how many places for own keys are allocated.
         quantization: how they are at rest; None: as they are.
         room: places that every row and head has empty at least; below 0 where tokens took those of older ones.
+        streams: the heads that stream; None where none does.
     """
 
     headroom: Headroom = field(kw_only=True)
     quantization: Quantization | None = field(kw_only=True, default=None)
     room: int = 0
+    streams: Streams | None = None
     _attends: bool = field(init=False, default=False)
     _resting: dict[str, QuantizedSegments] = field(init=False, default_factory=dict)  # what it was made full from
     _plain: dict[str, tuple] = field(init=False, default_factory=dict)  # sizes for which quantization does not pay
@@ -113,20 +116,24 @@ class Layer(LayerSlots):
             part = getattr(self, name)
             if part is not None:
                 tensors |= part.named(name) if count is None else {name: part.rectangle[:, :, :count].flatten(0, 2)}
+        if self.streams is not None:
+            tensors["streams"] = self.streams.vectors[:, :, :, :used]
         return tensors | {name: getattr(self, name)[:, :, :used] for name in self._own}
 
     def apart(self, headroom: Headroom) -> "Layer":
         """The same, to add tokens to: empty slots are shared, what is written over is copied."""
         pages = None if self.pages is None else replace(self.pages, data=self.pages.data.clone())
+        streams = None if self.streams is None else replace(self.streams, vectors=self.streams.vectors.clone())
         own = {name: getattr(self, name).clone() for name in self._own}
         made = copy(self)
-        vars(made).update(own, pages=pages, headroom=headroom)
+        vars(made).update(own, pages=pages, streams=streams, headroom=headroom)
         return made
 
     def select_rows(self, rows: Tensor) -> None:
         """Keep the rows `rows` [n] int64, in that order."""
         self.values, self.keys = self.values.of_rows(rows), self.keys.of_rows(rows)
         self.pages = None if self.pages is None else self.pages.of_rows(rows)
+        self.streams = None if self.streams is None else self.streams.of_rows(rows)
         for name in self._own:
             setattr(self, name, getattr(self, name)[:, rows])
 

@@ -16,6 +16,8 @@
   `cache.prefill()`) first adds its tokens to the slots; a block is evicted from after its last layer.
 - Storage that grows for one token grows in all layers before the first of them attends: until it is full again,
   nothing moves.
+- Heads that stream have no slots: their keys and values lie in `pod.cache.streams`, 2 * B * D * itemsize *
+  min(N, sinks + recent + crop_slack) bytes for each, whatever is evicted from the others.
 - Quantised, values and anchors' keys are at rest in fewer bits and are made full while their layer attends. With Quest
   the pages of keys lie beside them.
 
@@ -35,10 +37,11 @@ import torch
 from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
 
-from pod.blocks import Unit
+from pod.blocks import STREAMS, Unit
 from pod.cache.keep import Decision, Window
 from pod.cache.layer import COUNTS, OWN, VECTORS, Headroom, Layer, Table
 from pod.cache.storage import Anchors, Rotary, Rows, Step, Storage, broken_off, oldest_first, widened
+from pod.cache.streams import Streams
 from pod.eviction import Eviction, Method, ReadSelector
 from pod.eviction.base import runs_of
 from pod_kernels import (
@@ -99,6 +102,7 @@ class SlotStorage(Storage):
             self.orders = tuple(order[:count] for order, count in zip(layout.orders, layout.num_anchors, strict=True))
         self.evicts_at_steps = self.policy is not None and method.when > 0 and method.query_aware
         most_own = config.sink_size + config.recent_size + (0 if self.evicts_at_steps else crop_slack)
+        self.streams = layout.streams
         self._all_heads = tuple(range(config.num_key_value_heads))
         self.leaves_scores = any(layout.score_heads)
         self._ring_size = config.recent_size + crop_slack
@@ -170,7 +174,10 @@ class SlotStorage(Storage):
             pages = tensors.get(f"{name}.pages")
             if pages is not None:
                 pages = Segments.of(np.full((anchors, batch), len(pages) // max(1, anchors * batch)), batch, pages)
-            self.layers[index] = self._layer(index, **parts, **own, room=layer["near_room"], pages=pages)
+            streams = self._streams(tensors.get(f"{name}.streams"))
+            self.layers[index] = self._layer(
+                index, **parts, **own, room=layer["near_room"], pages=pages, streams=streams
+            )
         for name, table in facts["tables"].items():
             table |= {part: None if table[part] is None else np.array(table[part]) for part in COUNTS}
             slots = None if self.policy is None else tensors[f"tables.{name}.slots"]
@@ -189,15 +196,19 @@ class SlotStorage(Storage):
         return QuantizedSegments(self.quantization, name.endswith("keys"), sizes, **parts)
 
     def positions(self, layer: int) -> Tensor:
-        anchors = self.layout.anchors[layer]
-        if self.policy is None:
-            column = torch.arange(self.rows.longest, device=self.rows.lengths.device)
-            kept = torch.where(column < self.rows.lengths[:, None], column, -1)
+        anchors, streams = self.layout.anchors[layer], self.layers[layer].streams
+        column = torch.arange(self.rows.longest, device=self.rows.lengths.device)
+        kept = torch.where(column < self.rows.lengths[:, None], column, -1)
+        if self.policy is None and streams is None:
             return kept[:, None].expand(-1, len(anchors), -1)
-        rows = [
-            self.tables[anchor].positions([self.layout.places[anchor, head]])[:, 0]
-            for head, anchor in enumerate(anchors)
-        ]
+        rows = []
+        for head, anchor in enumerate(anchors):
+            if anchor == STREAMS:
+                rows.append(streams.held(self.rows.lengths))
+            elif self.policy is None:
+                rows.append(kept)
+            else:
+                rows.append(self.tables[anchor].positions([self.layout.places[anchor, head]])[:, 0])
         held = oldest_first(torch.stack(widened(rows), dim=1))
         return held[..., : int((held >= 0).sum(dim=-1).max())]
 
@@ -393,6 +404,7 @@ class SlotStorage(Storage):
         if self.by_kernels is None:
             self.by_kernels = runs_triton(v)
         step, num_anchors, decision = self.step, self.num_anchors[layer], self.decision
+        streams = self.streams[layer]
         acts = self.acts and num_anchors > 0
         seen = decision.seen(layer, q.detach(), step.positions, scale) if acts else None
         with nullcontext() if self.quantization is None else self._in_full(layer):
@@ -402,14 +414,17 @@ class SlotStorage(Storage):
                     decision.observe(layer, seen)
             if step.is_first:
                 sizes = {"sink_size": self.config.sink_size, "recent_size": self.config.recent_size}
-                out = shared_score_attention(q, k, v, *anchors, **sizes, scale=scale, lengths=step.counts)
+                options = {"scale": scale, "lengths": step.counts, "window_only": streams}
+                out = shared_score_attention(q, k, v, *anchors, **sizes, **options)
             elif self.shares_kv:
                 out = self._attend_anchors(layer, q.detach(), scale)
             else:
                 out = self._attend_slots(layer, known, q.detach(), anchors[0], scale)
             if self.is_direct:
                 self._store_prompt(layer, k, v, seen)
-            else:
+            if streams:
+                out = self._attend_streams(layer, q, k, v, out, scale)
+            if not self.is_direct:
                 if known is not self.layers[layer]:
                     self.layers[layer].keep_own(known, step)
                 if acts and not self.in_prefill:
@@ -488,6 +503,10 @@ class SlotStorage(Storage):
             known = self.write(layer, k, v)
             if known is not self.layers[layer]:
                 self.layers[layer].keep_own(known, self.step)
+        if self.streams[layer]:
+            held = self.layers[layer].streams
+            held.widen(self._stream_places(self.step.length))
+            held.write(self._streamed(layer, k, v), self.step)
 
     def _append_by_kernel(self, layer: int, k: Tensor, v: Tensor) -> None:
         """One token in each row, where slots hold any positions."""
@@ -500,7 +519,7 @@ class SlotStorage(Storage):
             table.is_packed &= self.step.all_real
         stored.room -= 1
         if self.policy is None:
-            if len(stored.order) < k.shape[1]:
+            if self.shares_kv and len(stored.order) < k.shape[1]:
                 index = self.index(layer, k.device)
                 k, v = k[:, index], v[:, index]
             append(stored, k.detach(), v.detach(), self.step.positions)
@@ -540,6 +559,8 @@ class SlotStorage(Storage):
 
     def _attend_slots(self, layer: int, known: Layer, q: Tensor, q_distant: Tensor | None, scale: float) -> Tensor:
         """Attention of q [B, H, T, D] to what the layer and its anchors hold."""
+        if not known.order:  # all of its heads stream
+            return torch.zeros_like(q)
         step, anchors, units = self.step, known.num_anchors, self.layout.units[layer]
         is_single = self.count == 1
         uses_scores = is_single and self.config.share == "scores"
@@ -612,9 +633,37 @@ class SlotStorage(Storage):
             first += heads
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
+    def _attend_streams(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: float) -> Tensor:
+        """Store keys and values of the layer's heads that stream; `out` [B, H, T, D] with theirs, if it is not."""
+        held, step = self.layers[layer].streams, self.step
+        new, places = self._streamed(layer, k, v), self._stream_places(step.length)
+        if step.is_first:
+            held.widen(places)
+            held.write(new, step)
+            return out
+        mine = self.on_device(self.streams[layer], k.device)
+        asked, found = q.detach().unflatten(1, (k.shape[1], -1)), out.unflatten(1, (k.shape[1], -1))
+        attended = held.attend(asked[:, mine].flatten(1, 2), new, step, places, scale)
+        found[:, mine] = attended.unflatten(1, (len(mine), -1))
+        return out
+
+    def _streamed(self, layer: int, k: Tensor, v: Tensor) -> Tensor:
+        """[2, W, B, T, D] keys and values of the layer's heads that stream, of [B, H_kv, T, D]."""
+        mine = self.on_device(self.streams[layer], k.device)
+        return torch.stack([x.detach()[:, mine].transpose(0, 1) for x in (k, v)])
+
+    def _stream_places(self, length: int, more: int = 0) -> int:
+        """Places for heads that stream, whose rows have `length` tokens, and get at least `more`."""
+        most = self.headroom.most_near
+        return self.headroom.near(min(length, most), most, length, more)
+
+    def _streams(self, vectors: Tensor | None) -> Streams | None:
+        sinks, recent = self.config.sink_size, self.config.recent_size
+        return None if vectors is None else Streams(vectors, sinks, recent, self.headroom.most_near - sinks)
+
     def _scores(self, q: Tensor, known: Layer) -> Tensor:
         """The workspace, wide enough for this layer; what anchors before it have left stays."""
-        heads, batch = len(known.order), q.shape[0]
+        heads, batch = known.kv_heads, q.shape[0]
         old, width = self.workspace, known.values.widest
         if old is None or old.shape[1] != batch or old.shape[-1] < width or old.device != q.device:
             shape = (heads, batch, self.groups, 1, width)
@@ -656,7 +705,7 @@ class SlotStorage(Storage):
         stored, step = self.layers[layer], self.step
         anchors = stored.num_anchors
         if anchors:
-            asked = stored.stored(q.unflatten(1, (len(stored.order), -1))[:, :, :, 0].transpose(0, 1))[:anchors]
+            asked = stored.stored(q.unflatten(1, (stored.kv_heads, -1))[:, :, :, 0].transpose(0, 1))[:anchors]
             pages, used = stored.pages.rectangle, self.selector.pages(step.length)
             parts = [
                 method.choose(page_bounds(asked[:, rows], pages[:, rows, :used]), step.positions[rows])
@@ -706,6 +755,8 @@ class SlotStorage(Storage):
     def _is_full(self) -> bool:
         """One more token in every row needs storage that is not there yet."""
         is_own_full = any(layer.is_own_full for _, layer in self._stored())
+        wanted = self.rows.longest + 1
+        is_own_full |= any(layer.streams is not None and layer.streams.is_full(wanted) for _, layer in self._stored())
         return is_own_full or any(table.room < 1 for table in self.tables.values())
 
     def _make_room_for_one(self) -> None:
@@ -715,6 +766,8 @@ class SlotStorage(Storage):
         room = min(table.room for table in self.tables.values())
         for _, layer in self._stored():
             layer.widen_own(room, self.step.length)
+            if layer.streams is not None:
+                layer.streams.widen(self._stream_places(self.step.length, room))
 
     def _make_room(self, layer: int, like: Tensor) -> None:
         """Slots for the tokens of this forward; several need them in order of position."""
@@ -789,6 +842,8 @@ class SlotStorage(Storage):
         if self.selector is not None:
             pages = Segments.packed(self.selector.pages(sizes[:anchors]), batch, 2 * dim, **options)
         near_keys = like.new_zeros(heads - anchors, batch, places, dim)
+        if self.streams[layer]:
+            own["streams"] = self._streams(like.new_zeros(2, len(self.streams[layer]), batch, 0, dim))
         values, keys = (Segments.packed(part, batch, dim, **options) for part in (sizes, sizes[:anchors]))
         return self._layer(layer, values=values, keys=keys, near_keys=near_keys, pages=pages, **own)
 
@@ -799,6 +854,7 @@ class SlotStorage(Storage):
         ring_size = self._ring_size if self.policy is None else 0
         known = {"sink_size": self.config.sink_size, "recent_size": self.config.recent_size, "ring_size": ring_size}
         known |= {"headroom": self.headroom, "quantization": self.quantization}
+        known |= {"elsewhere": len(self.streams[layer])}
         return Layer(order, self.num_anchors[layer], **parts, **known, index=index)
 
     # ------------------------------------------------------------------ fewer tokens
@@ -866,6 +922,7 @@ class SlotStorage(Storage):
         """[heads * B] int64, slots in use of the layer's first heads in storage order."""
         if self.policy is None:
             return torch.maximum(self.step.before, self.step.positions[:, -1] + 1).repeat(heads)
-        live = {anchor: self.tables[anchor].live() for anchor in set(self.layout.anchors[layer])}
-        used = [live[anchor][self.layout.places[anchor, head]] for anchor, head in self.layout.units[layer][:heads]]
+        units = self.layout.units[layer][:heads]
+        live = {anchor: self.tables[anchor].live() for anchor, _ in units}
+        used = [live[unit[0]][self.layout.places[unit]] for unit in units]
         return torch.cat(used) if used else self.rows.lengths.new_zeros(0)

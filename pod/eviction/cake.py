@@ -109,7 +109,7 @@ def shared_by_preference(
     """
     layout = sharing.blocks.layout()
     for head in range(sharing.blocks.num_kv_heads):
-        column = [row[head] for row in layout.anchors]
+        column = layout.column(head)
         blocks = [
             (stage, index, layout.sizes[layer.layer, head])
             for stage, layer in enumerate(sharing.stages)

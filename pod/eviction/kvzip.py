@@ -61,7 +61,7 @@ class KVzip(Eviction):
         scores = torch.cat([stage.scores.masked_fill(~stage.candidates, -torch.inf) for stage in sharing.stages], dim=1)
         always = torch.cat([torch.tensor(stage.held) for stage in sharing.stages]).t()
         always = always - torch.cat([stage.candidates.sum(dim=-1) for stage in sharing.stages], dim=1).cpu()
-        rooms = self.budget * sharing.blocks.anchors.numel() - (always * costs).sum(dim=1)
+        rooms = self.budget * int(costs.sum()) - (always * costs).sum(dim=1)
         ends = np.cumsum([len(stage.heads) for stage in sharing.stages])[:-1]
         for row, (room, kept) in enumerate(zip(rooms.tolist(), always, strict=True)):
             if sharing.spared[row]:

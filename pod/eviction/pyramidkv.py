@@ -39,14 +39,13 @@ class PyramidKV(SnapKV):
 
     def allocate(self, sharing: Sharing) -> list[np.ndarray]:
         counts = super().allocate(sharing)
-        anchors = sharing.blocks.layout().anchors
+        layout = sharing.blocks.layout()
         for row, seen in enumerate(sharing.seen):
             if sharing.spared[row] or seen < 2 * (self.budget - self.window):
                 continue
-            shares = self.layer_shares(len(anchors), seen - self.window)
-            for head in range(len(anchors[0])):
-                column = [line[head] for line in anchors]
-                kept = self._block_counts(column, shares, sharing.always, head)
+            shares = self.layer_shares(sharing.blocks.num_layers, seen - self.window)
+            for head in range(sharing.blocks.num_kv_heads):
+                kept = self._block_counts(layout.column(head), shares, sharing.always, head)
                 for stage, numbers in zip(sharing.stages, counts, strict=True):
                     if head in stage.heads:
                         numbers[stage.heads.index(head), row] = kept[stage.layer]

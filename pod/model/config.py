@@ -19,7 +19,8 @@ class PodConfigMixin:
     """The PoD fields of a config, checked.
 
     Attributes:
-        anchors: [L][H_kv] integers, the anchor layer of each layer and KV head; None means blocks of one layer (dense).
+        anchors: [L][H_kv] integers, the anchor layer of each layer and KV head, -1 where the head streams, which is to
+            attend to sinks and recent tokens alone; None means blocks of one layer (dense).
         sink_size: first tokens that are always attended with the layer's own scores.
         recent_size: last tokens, the current one included, that are.
         share: "scores" (distant logits are q_anchor . k_anchor, the paper's Eq. 3) or "keys" (q . k_anchor). "kv" is
@@ -104,6 +105,11 @@ class PodConfigMixin:
                 "without one (Mistral-7B from v0.2 on, Phi-4)."
             )
         self.blocks.check(self.num_hidden_layers, self.num_key_value_heads)
+        if self.share == "kv" and self.blocks.is_streaming.any():
+            raise ValueError(
+                "share='kv' cannot be combined with heads that stream (anchor -1), whose keys and values no other "
+                "layer has: choose share='scores' or 'keys', or blocks without such heads"
+            )
         if self.share == "window" and not self.blocks.is_dense:
             raise ValueError("share='window' has no distant tokens to share: leave anchors out (blocks of one layer)")
 

@@ -4,7 +4,8 @@ Legend: B rows, T tokens, H query heads, H_kv KV heads, G = H / H_kv, D head dim
 
 The running anchors travel from layer to layer as explicit positional tensors, one pair per KV head: the query group
 [B, G, T, D] and the key [B, T, D]; under `share: kv` the value [B, T, D] and the key. An anchor head whose block goes
-on puts its own there, elsewhere a layer hands on what it was given, and where no later layer reads a pair it is None.
+on puts its own there, elsewhere a layer hands on what it was given, and where no later layer reads a pair it is None,
+as of a head that streams.
 This form is exact under both kinds of gradient checkpointing, torch.compile and ZeRO-3. Positional it must be:
 checkpointing closes over keyword arguments.
 
@@ -44,6 +45,7 @@ class PodAttention:
         """
         layout, layer = blocks.layout(), self.layer_idx
         self.is_anchor = tuple(anchor == layer for anchor in layout.anchors[layer])
+        self.streams = layout.streams[layer]
         self.has_keys = self.config.share != "kv" or any(self.is_anchor)
         self.measure_gate = False  # validation switches it on
         self.gate: Tensor | None = None  # mean share of the softmax on proximal tokens, of the last forward
@@ -116,7 +118,7 @@ class PodAttention:
         if travels:
             pairs = self._pairs(q, k, v, anchors, heads)
             following = self._hand_on(pairs, heads)
-            if not all(self.is_anchor[number] for number in heads):
+            if not all(self.is_anchor[number] or number in self.streams for number in heads):
                 firsts, keys = zip(*pairs, strict=True)
                 if self.config.share == "kv":
                     k, v = torch.stack(keys, dim=1), torch.stack(firsts, dim=1)
@@ -124,8 +126,11 @@ class PodAttention:
                     q_distant = q if self.config.share == "keys" else torch.cat(firsts, dim=1)
                     k_distant = torch.stack(keys, dim=1)
         if past_key_values is None:
-            measures, is_window = self.measure_gate and not unshared, self.config.share == "window" and not unshared
-            if measures and q_distant is None and not is_window:
+            measures, windows = self.measure_gate and not unshared, ()
+            if not unshared:
+                windows = tuple(head for head, number in enumerate(heads) if number in self.streams)
+                windows = windows or self.config.share == "window"
+            if measures and q_distant is None and windows is not True:
                 q_distant, k_distant = q, k  # its own scores, split where the others split theirs
             out = shared_score_attention(
                 q,
@@ -138,7 +143,7 @@ class PodAttention:
                 scale=self.scaling,
                 lengths=lengths,
                 document_ids=document_ids,
-                window_only=is_window,
+                window_only=windows,
                 return_gate=measures,
             )
             if measures:
@@ -152,10 +157,13 @@ class PodAttention:
         return self.o_proj(out), following
 
     def _pairs(self, q: Tensor, k: Tensor, v: Tensor, anchors: Anchors, heads: range) -> list[Anchors]:
-        """Each head's pair: an anchor's own, else what was handed on; `heads` are the model's numbers of k's heads."""
+        """Each head's pair: an anchor's own, else what was handed on; `heads` are the model's numbers of k's heads.
+
+        A head that streams has its own too, which nobody looks at.
+        """
         groups, pairs = q.shape[1] // len(heads), []
         for head, number in enumerate(heads):
-            if self.is_anchor[number]:
+            if self.is_anchor[number] or number in self.streams:
                 first = {"scores": q[:, head * groups : (head + 1) * groups], "kv": v[:, head]}.get(self.config.share)
                 pairs.append((first, k[:, head]))
             else:

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from pod.blocks import LayerBlocks
+from pod.blocks import STREAMS, LayerBlocks
 from pod.eviction import ChainPolicy, Eviction, LMInfinite, Method, Quest, StreamingLLM
 from pod.model.shape import Shape
 from pod_kernels.segments import MAX_LOGITS
@@ -103,9 +103,9 @@ class Sharing:
     @classmethod
     def of_anchors(cls, anchors: list[list[int]], share: str = "scores") -> "Sharing":
         """From `LayerBlocks.anchors` as lists, [L][H_kv]."""
-        below = [[anchor < row for anchor in heads] for row, heads in enumerate(anchors)]
+        below = [[0 <= anchor < row for anchor in heads] for row, heads in enumerate(anchors)]
         read = {
-            (anchor, head) for row, heads in enumerate(anchors) for head, anchor in enumerate(heads) if anchor < row
+            (anchor, head) for row, heads in enumerate(anchors) for head, anchor in enumerate(heads) if below[row][head]
         }
         if share == "kv":
             return cls(len(read), values=True, idle=sum(map(all, below)))
@@ -453,12 +453,22 @@ class Inference:
         return slots, min(slots, near + CROP_SLACK), 4 + (4 if method.scores_stay == "sum" else 0)
 
     @property
+    def _near(self) -> int:
+        """Slots of the keys, and of the values, of a head that streams."""
+        method = self._method
+        evicts_at_steps = isinstance(method, Eviction) and method.when and method.query_aware
+        near = self.sink_size + self.recent_size + (0 if evicts_at_steps else CROP_SLACK)
+        return min(self.prompt + self.output - 1, near)
+
+    @property
     def cache(self) -> float:
         """Bytes of one row's cache, capacity included."""
         slots, near, beside = self._stored
-        heads, anchors = self.blocks.anchors.numel(), self.blocks.num_blocks
+        streams = int(self.blocks.is_streaming.sum())
+        heads, anchors = self.blocks.anchors.numel() - streams, self.blocks.num_blocks
         vectors = heads * slots + anchors * slots + (heads - anchors) * near
         own = 8 * (heads - anchors) * near if isinstance(self.eviction, Eviction) else 0
+        vectors += 2 * streams * self._near
         return self.shape.head_dim * self.itemsize * vectors + beside * anchors * slots + own
 
     @property
@@ -478,7 +488,7 @@ class Inference:
         """Elements of the most running anchors that there are beside one layer, of one token."""
         anchors = self.blocks.anchors.tolist()
         handed = [
-            {(anchor, head) for head, anchor in enumerate(row) if anchor == before[head]}
+            {(anchor, head) for head, anchor in enumerate(row) if anchor == before[head] != STREAMS}
             for before, row in zip(anchors, anchors[1:], strict=False)
         ]
         # A layer holds what it was handed and what it hands on.
@@ -517,8 +527,11 @@ class Inference:
         if isinstance(self.eviction, LMInfinite):
             copies += b * q  # the queries once more, as far away as distances go
         most = rotation
-        for anchors in set(self.blocks.is_anchor.sum(dim=1).tolist()):
-            own = b * held + copies + (distant if anchors < shape.kv_heads else 0)
+        kinds = (kind.sum(dim=1).tolist() for kind in (self.blocks.is_anchor, self.blocks.is_streaming))
+        for anchors, streams in set(zip(*kinds, strict=True)):
+            own = b * held + copies + (distant if anchors + streams < shape.kv_heads else 0)
+            if streams:
+                own += b * (2 * q + 2 * k)  # each kind's queries, keys and values, and outputs put together
             if 0 < anchors < shape.kv_heads or not isinstance(self.eviction, Eviction):
                 own += b * 2 * k  # keys and values in storage order
             scores = self._scores(batch, anchors) / (batch * self._tokens)

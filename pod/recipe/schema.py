@@ -84,6 +84,12 @@ class Recipe(Section):
         blocks, model = self.blocks, self.model
         if not _shares(self):
             return self
+        if blocks.streaming and model.share in ("kv", "window"):
+            raise RecipeError(
+                f"blocks.streaming={blocks.streaming:g}: with model.share={model.share} no head has keys and values of "
+                "its own to stream beside others; set model.share=scores or keys, or blocks.streaming=0 and "
+                "blocks.head_scores=null"
+            )
         if model.share == "window":
             raise RecipeError(
                 "model.share=window has no distant tokens to share: set blocks.kv_saving=0, blocks.file=null, "
@@ -157,7 +163,9 @@ class Recipe(Section):
 
 def _shares(recipe: Recipe) -> bool:
     blocks = recipe.blocks
-    return blocks.kv_saving > 0 or any(each is not None for each in (blocks.file, blocks.size, blocks.threshold))
+    return max(blocks.kv_saving, blocks.streaming) > 0 or any(
+        each is not None for each in (blocks.file, blocks.size, blocks.threshold)
+    )
 
 
 # What a run derives from its recipe

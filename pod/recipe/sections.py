@@ -117,6 +117,13 @@ class Blocks(Section):
 
     file: str | None = Field(None, min_length=1)
     """A blocks.json to use. null: analyse the model first, unless it stays dense."""
+    streaming: float = Field(0.0, ge=0, lt=1)
+    """Share of the layers' KV heads that stream: they attend to sinks and recent tokens alone, and store no others
+    (DuoAttention). Those with the lowest `blocks.head_scores`; the layers of the others are then grouped, and
+    `blocks.kv_saving` is of these others' bytes. With `blocks.file` or `blocks.size` whole blocks stream."""
+    head_scores: str | None = Field(None, min_length=1)
+    """How much each KV head needs distant tokens: DuoAttention's full_attention_heads.tsv or its folder, or a file of
+    pod.calibrate, FILE.safetensors:razor (or induction, echo, kvzip)."""
     size: int | None = Field(None, ge=1)
     """Layers of each block, from the lowest layer up, the same for every KV head, without looking at the model: wins
     over `blocks.kv_saving`. Cross-layer attention (`model.share=kv`) takes 2. null: the blocks are found."""
@@ -144,6 +151,11 @@ class Blocks(Section):
         if self.size is not None and len(named) > 1:
             raise RecipeError(
                 f"blocks.{named[0]} and blocks.{named[1]} are both given, wanted one; set the other to null"
+            )
+        if (self.streaming > 0) != (self.head_scores is not None):
+            raise RecipeError(
+                f"blocks.streaming={self.streaming:g} and blocks.head_scores={self.head_scores or 'null'}: a share of "
+                "heads streams by their scores. Set both, or blocks.streaming=0 and blocks.head_scores=null"
             )
         if self.threshold is not None and self.method != "greedy":
             raise RecipeError(

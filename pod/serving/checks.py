@@ -50,6 +50,11 @@ class PodConfigCheck(VerifyAndUpdateConfig):
                 "--disable-hybrid-kv-cache-manager: it would keep all keys of all layers; leave it out, PoD's saving "
                 "is two kinds of cache"
             )
+        if config.blocks.is_streaming.any():
+            raise ValueError(
+                "anchors: some heads of this model stream (anchor -1), and vLLM has no cache of that kind for a part "
+                "of a layer's heads: generate with pod.PodCache, or convert the model with blocks without such heads"
+            )
         check_tensor_parallel(config.blocks, parallel.tensor_parallel_size)
         # A step's tiles change with its requests: there is no one graph to record.
         vllm_config.model_config.enforce_eager = True

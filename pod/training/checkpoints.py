@@ -35,7 +35,7 @@ KEPT = ("model.base", "model.share", "model.sink_size", "model.recent_size", "mo
 KEPT += ("lora.rank", "lora.alpha", "lora.targets")
 KEPT += ("optimizer.lr", "optimizer.betas", "optimizer.weight_decay")  # the optimiser's state brings its own along
 # How the blocks were found, of which the checkpoint knows the result alone.
-FOUND_BY = ("kv_saving", "threshold", "method", "samples", "last_q", "distant_only")
+FOUND_BY = ("kv_saving", "threshold", "method", "streaming", "head_scores", "samples", "last_q", "distant_only")
 
 
 def is_whole(checkpoint: Path) -> bool:

@@ -252,7 +252,7 @@ def make_plan(
         devices=recipe.trainer.devices,
         accumulation=accumulate(recipe, world // spread),
         steps=steps(recipe),
-        upper_bound=recipe.blocks.file is None and recipe.blocks.size is None,
+        upper_bound=(recipe.blocks.file is None and recipe.blocks.size is None) or recipe.blocks.streaming > 0,
     )
 
 

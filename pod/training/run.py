@@ -30,6 +30,7 @@ from pod.blocks import LayerBlocks
 from pod.data.tokenizer import check_tokenizer, check_vocabulary, load_tokenizer
 from pod.extras import require
 from pod.files import check_writable, locked, naming, opening, replacing
+from pod.heads import streamed
 from pod.model.weights import load_causal_lm
 from pod.recipe.loading import save
 from pod.recipe.schema import Recipe, accumulate, output_folder, steps
@@ -167,16 +168,29 @@ def choose_blocks(recipe: Recipe, out: Path, analyze: Analysis) -> LayerBlocks |
 
     Of several processes the first one analyses, and tells the others when they are connected (`PodModule.setup`).
     """
-    if recipe.blocks.file is not None:
-        return LayerBlocks.load(recipe.blocks.file)
-    if recipe.blocks.size is not None:
+    wanted, blocks = recipe.blocks, None
+    if wanted.file is not None:
+        blocks = LayerBlocks.load(wanted.file)
+    if wanted.size is not None or (wanted.streaming and wanted.kv_saving == 0 and wanted.threshold is None):
         config = first_config(recipe.model.base, recipe.model.config)
-        return LayerBlocks.uniform(config.num_hidden_layers, config.num_key_value_heads, recipe.blocks.size)
-    if recipe.blocks.kv_saving == 0 and recipe.blocks.threshold is None:
+        shape = config.num_hidden_layers, config.num_key_value_heads
+        blocks = blocks or LayerBlocks.uniform(*shape, wanted.size or 1)
+    if blocks is not None:
+        return _streaming(recipe, blocks)
+    if wanted.kv_saving == 0 and wanted.threshold is None:
         return None
     if recipe.resume != "never" and (out / "blocks.json").exists():
         return LayerBlocks.load(out / "blocks.json")
     return analyze(recipe) if rank_zero_only.rank == 0 else None
+
+
+def _streaming(recipe: Recipe, blocks: LayerBlocks) -> LayerBlocks:
+    """The blocks, of which those stream that the recipe says."""
+    model, share = recipe.model, recipe.blocks.streaming
+    if not share:
+        return blocks
+    sizes = model.sink_size, model.recent_size
+    return streamed(blocks, recipe.blocks.head_scores, share, first_config(model.base, model.config), sizes)
 
 
 def loggers(recipe: Recipe, out: Path) -> list[Logger]:

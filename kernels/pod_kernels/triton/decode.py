@@ -289,13 +289,13 @@ def cached_decode(asked: "_Asked") -> tuple[Tensor, Tensor, Tensor, Tensor | Non
     layer, table, scores, stats = asked.layer, asked.table, asked.scores, asked.stats
     q, positions = asked.q.contiguous(), asked.positions.contiguous()
     batch, heads, _, _ = q.shape
-    anchors, kv_heads = layer.num_anchors, len(layer.order)
+    anchors, kv_heads, stored = layer.num_anchors, layer.kv_heads, len(layer.order)
     groups, device = heads // kv_heads, q.device
     widest = layer.values.widest
     split = Parts(q, kv_heads, widest, layer.sink_size + layer.recent_size)
     cut = split.tiles
     if scores is not None:
-        shared_runs = [HeadRun(anchors, kv_heads - anchors)] if anchors < kv_heads else []
+        shared_runs = [HeadRun(anchors, stored - anchors)] if anchors < stored else []
     else:
         shared_runs = head_runs(anchors, asked.distant_keys, None if table is None else table[anchors:])
     if table is None:

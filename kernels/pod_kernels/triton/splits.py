@@ -160,10 +160,11 @@ class Parts:
 
         Args:
             q: [B, H, 1, D], contiguous.
-            order: [H_kv] int64, the KV head at each place of the storage order; None where they are the same.
+            order: [H_kv] int64, the KV head at each place of the storage order; None where they are the same. Nothing
+                is written of KV heads that are not among them.
         """
-        out = torch.empty_like(q)
+        out, places = torch.empty_like(q), self.tiles.kv_heads if order is None else len(order)
         lse = torch.empty(*q.shape[:2], 1, dtype=torch.float32, device=q.device)
         gate = torch.empty_like(lse)
-        _merge[self.sums.shape[:2]]((self.sums, self.numbers), order, out, lse, gate, CUT=self.tiles, num_warps=4)
+        _merge[len(q), places]((self.sums, self.numbers), order, out, lse, gate, CUT=self.tiles, num_warps=4)
         return out, lse, gate

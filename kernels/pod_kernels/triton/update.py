@@ -50,7 +50,7 @@ def append(layer: LayerSlots, k: Tensor, v: Tensor, positions: Tensor) -> None:
     """Store one token of each row in all heads of a layer.
 
     Args:
-        k, v: [B, H_kv, 1, D] by head.
+        k, v: [B, H_kv, 1, D] by head, those that are stored elsewhere too.
         positions: [B, 1] int64, -1 for padding.
     """
     batch, kv_heads, _, dim = v.shape
@@ -58,7 +58,7 @@ def append(layer: LayerSlots, k: Tensor, v: Tensor, positions: Tensor) -> None:
     held = segments_of(layer.keys), segments_of(layer.values)
     own = layer.near_keys, layer.near_keys.shape[2], layer.sink_size, layer.ring_size
     dims = dim, triton.next_power_of_2(dim)
-    _append[batch, kv_heads](new, *held, own, layer.index, None, layer.num_anchors, *dims)
+    _append[batch, len(layer.order)](new, *held, own, layer.index, None, layer.num_anchors, *dims)
 
 
 def append_slots(
