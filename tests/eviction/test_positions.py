@@ -58,6 +58,16 @@ METHODS |= {
     "lagkv-every": lambda budget, window: LagKV(budget, every=window, sinks=1, lag=4),
     "lagkv-cross": lambda budget, window: LagKV(budget, sinks=2, lag=3, cross_scoring=True),
 }
+METHODS |= {
+    f"cake-{option}-{name}": lambda budget, window, one={option: name}: CAKE(
+        budget, window=max(2, window), kernel_size=3, **one
+    )
+    for option, names in (
+        ("indicator", ("mean", "variance", "product")),
+        ("allocation", ("entropy", "variance", "uniform", "random")),
+    )
+    for name in names
+}
 COMBINED = {  # scorer, allocator
     "h2o-by-cake": lambda budget, window, **aware: (
         H2O(budget, recent=max(2, window), **aware),
