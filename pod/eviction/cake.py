@@ -39,8 +39,8 @@ class CAKE(Eviction):
         indicator: of a token, by its weights over the window's queries (the paper's Table 3): "mean", "variance",
             "product" of both, or "mean+variance", with `gamma`. While decoding all are the newest query's weights.
         allocation: how layers share the budget (Tables 2 and 14): "preference", "entropy" or "variance" by H or V
-            alone, "uniform", or "random", in proportion to numbers drawn from [0, 1) for each layer, the same for every row
-            (the paper does not say how it drew them).
+            alone, "uniform", or "random", in proportion to numbers drawn from [0, 1) for each layer, the same for every
+            row (the paper does not say how it drew them).
         seed: of the drawing.
         tau1, tau2: temperatures of H and V. The paper searched them per model and budget; `PRESETS` has what is known
             of that: `CAKE(1024, **CAKE.PRESETS["llama-3.1-8b-1024"])`, on command lines
