@@ -14,6 +14,7 @@ perplexity.py          losses on held-out text, whole or streamed through the ca
 pg19.py                the same of whole books, as Cascade's paper has it
 harness.py             lm-evaluation-harness's model class, with a cache that evicts
 trade_off.py           both against the bytes that a cache keeps, every eviction method
+figures.py             the papers' figures of a model's attention, and of where an answer lies
 memory.py              the largest batch in a given memory, by arithmetic and measured
 runs.py, tables.py     the papers' tables of runs, published rows beside ours: `report`
 command.py             what their command lines have in common

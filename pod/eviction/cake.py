@@ -99,12 +99,17 @@ class CAKE(Eviction):
             }[self.indicator]()
         return seen.pooled(indicator, self.window, self.kernel_size, "avg").mean(dim=2)
 
-    def preference(self, seen: Observation) -> Tensor:
+    def dispersion_and_shift(self, seen: Observation) -> tuple[Tensor, Tensor]:
+        """[B] float64 each: H and V of a layer, before the temperatures."""
         prefix = seen.prefix(self.window)[:, :, None]
         # In float64 from here: products of powers of small numbers.
         entropy = (seen.entropies() * prefix).sum(dim=3).double().mean(dim=(1, 2))
         shift = (seen.variances() * prefix).sum(dim=3).double().mean(dim=(1, 2))
-        entropy, shift = entropy.clamp(min=0) ** (1 / self.tau1), shift ** (1 / self.tau2)
+        return entropy.clamp(min=0), shift
+
+    def preference(self, seen: Observation) -> Tensor:
+        entropy, shift = self.dispersion_and_shift(seen)
+        entropy, shift = entropy ** (1 / self.tau1), shift ** (1 / self.tau2)
         return {"entropy": entropy, "variance": shift}.get(self.allocation, entropy * shift)
 
     def _wants(self, stage: Stage, row: int) -> float:
