@@ -187,7 +187,9 @@ def draw_maps(maps: dict[int, Tensor], path: Path) -> None:
     figure = report.figure(3.4 * len(maps) + 0.8, 3.4)
     for number, (layer, weights) in enumerate(maps.items(), start=1):
         axes = figure.add_subplot(1, len(maps), number)
-        image = axes.imshow(weights.clamp(min=1e-5).log10(), vmin=-5, vmax=0, cmap="viridis", interpolation="nearest")
+        image = axes.imshow(
+            weights.clamp(min=1e-5).log10().numpy(), vmin=-5, vmax=0, cmap="viridis", interpolation="nearest"
+        )
         axes.set(title=f"layer {layer}", xlabel="key", ylabel="query" if number == 1 else "")
     figure.colorbar(image, ax=figure.axes, label="log10 of the weight, mean over heads")
     report.save_figure(figure, path, dpi=130)
@@ -197,13 +199,13 @@ def draw_dynamics(dynamics: Sequence[Sequence[tuple[float, float]]], path: Path)
     """H above V: by layer and text, and how they run over the layers, the mean over texts."""
     figure = report.figure(9, 6)
     for row, name in enumerate(("dispersion H", "shift V")):
-        values = torch.tensor([[one[row] for one in sample] for sample in dynamics]).T  # [L, samples]
+        values = torch.tensor([[one[row] for one in sample] for sample in dynamics]).T.numpy()  # [L, samples]
         axes = figure.add_subplot(2, 2, 2 * row + 1)
         image = axes.imshow(values, cmap="coolwarm", aspect="auto", interpolation="nearest")
         axes.set(title=name, xlabel="text", ylabel="layer")
         figure.colorbar(image, ax=axes)
         line = figure.add_subplot(2, 2, 2 * row + 2)
-        line.plot(values.mean(dim=1))
+        line.plot(values.mean(axis=1))
         line.set(xlabel="layer", ylabel=f"{name}, mean over texts")
     report.save_figure(figure, path, dpi=130)
 
