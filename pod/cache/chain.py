@@ -270,6 +270,8 @@ class ChainStorage(Storage):
         """
         if not self._layers:
             self._allocate_all(v)
+        if sums is not None and (self.chain.is_homogeneous or self.chain.head_reduction == "median"):
+            sums = self._reduced(sums)
         if k.shape[2] == 1:
             self._pending.append(Pending(k, v, sums))
             return None
@@ -363,6 +365,8 @@ class ChainStorage(Storage):
         if self.chain.gamma is not None:
             factors = self.chain.gamma ** step.counts.float()
             scores = average(state.scores, sums, factors, self.chain.head_reduction)
+        elif state.scores is not None:
+            scores = _by_age(state, step.positions)
         chosen = insert(state, self.cascades, step.positions, scores)
         for layer, (stored, new) in enumerate(zip(self._layers, self._pending, strict=True)):
             held = stored.keys, stored.values, stored.own
@@ -374,12 +378,26 @@ class ChainStorage(Storage):
         """Update the scores of the anchor heads of `state`, then add the new tokens; their slots [A, B, T]."""
         step, scores = self._step, None
         if self.chain.gamma is not None:
-            reduce = torch.amax if self.chain.head_reduction == "max" else torch.mean
-            sums = reduce(sums, dim=2)
+            sums = self._over_heads(sums)
             held = state.scores[..., : step.used]
             held.mul_((self.chain.gamma ** step.counts.float())[:, None]).add_(sums[..., : step.used])
             scores = sums[..., step.used :]
+        elif state.scores is not None:
+            scores = _by_age(state, step.positions)
         return state.insert(self.cascades, step.plan, step.positions, scores)
+
+    def _over_heads(self, sums: Tensor) -> Tensor:
+        """[A, B, G, M] -> [A, B, M], over the query heads."""
+        if self.chain.head_reduction == "median":
+            return sums.median(dim=2).values
+        return (torch.amax if self.chain.head_reduction == "max" else torch.mean)(sums, dim=2)
+
+    def _reduced(self, sums: Tensor) -> Tensor:
+        """[A, B, G, M] of one layer -> [A, B, 1, M], what is reduced before layers are put together."""
+        if self.chain.is_homogeneous:
+            every = sums.transpose(0, 1).flatten(1, 2)[None]  # [1, B, A G, M]
+            return self._over_heads(every)[:, :, None].expand(len(sums), -1, -1, -1)
+        return self._over_heads(sums)[:, :, None]
 
     def _own_keys(self, stored: ChainLayer, new: Tensor, blocks: list[OpenBlock]) -> OwnKeys:
         """The other heads' own keys, of slots and chunk: where they belong among all keys."""
@@ -421,7 +439,7 @@ class ChainStorage(Storage):
         return [HeadOrder(*tables[first : first + 3], tables[first + 3].bool()) for first in range(0, len(tables), 4)]
 
     def _allocate_all(self, like: Tensor) -> None:
-        batch, scored = len(self.rows.seen), self.chain.gamma is not None
+        batch, scored = len(self.rows.seen), self.cascades.num_cascades > 1 or self.chain.gamma is not None
         self._head_orders = self._order_heads(like.device)
         self._state = CascadeState.allocate(self.cascades, self._first_units[-1], batch, scored, like.device)
         self._layers = [self._allocate(layer, like) for layer in range(len(self._orders))]
@@ -446,3 +464,8 @@ class ChainStorage(Storage):
         """Of the blocks anchored in a layer, a view."""
         first, last = self._first_units[layer : layer + 2]
         return self._state.part(slice(first, last)) if last > first else None
+
+
+def _by_age(state: CascadeState, positions: Tensor) -> Tensor:
+    """[A, B, T] scores of new tokens by which an older one never yields to a newer one: nothing is selected."""
+    return -positions.float().expand(len(state.positions), -1, -1)

@@ -14,8 +14,9 @@ perplexity.py          losses on held-out text, whole or streamed through the ca
 pg19.py                the same of whole books, as Cascade's paper has it
 harness.py             lm-evaluation-harness's model class, with a cache that evicts
 trade_off.py           both against the bytes that a cache keeps, every eviction method
+figures.py             the papers' figures of a model's attention, and of where an answer lies
 memory.py              the largest batch in a given memory, by arithmetic and measured
-runs.py                one table of LongBench runs, published rows beside ours: `report`
+runs.py, tables.py     the papers' tables of runs, published rows beside ours: `report`
 command.py             what their command lines have in common
 models.py              load what --ckpt names, and run it with what --eviction names
 texts.py               held-out texts: files, stretches, prepared samples

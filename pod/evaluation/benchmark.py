@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from pod.evaluation import models, report, runner
 from pod.evaluation.command import add_ckpts, add_eviction, parser_of
+from pod.evaluation.lines import Fields, check_fields
 from pod.model.weights import weights_hash
 from pod.terminal import exit_status
 
@@ -42,6 +43,7 @@ class Benchmark(ABC):
         settings: what predictions depend on, beside the model and the eviction method.
         lengths: tokens of the prompts, for a note where a model was made for fewer.
         title: what was run, in a sentence above the comparison; may be empty.
+        score_only: predictions are there, and the benchmark's data need not be.
         room: positions of the model that prompts are made for next; None where its config does not say.
     """
 
@@ -57,6 +59,7 @@ class Benchmark(ABC):
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
+        self.score_only = getattr(options, "score_only", False)
 
     @staticmethod
     @abstractmethod
@@ -108,6 +111,27 @@ def check_limit(limit: int | None) -> None:
     """Raises ValueError where `--limit` leaves no sample."""
     if limit is not None and limit < 1:
         raise ValueError(f"--limit must be at least 1 sample, got {limit}")
+
+
+def read_sets(folder: Path, names: Iterable[str], fields: Fields) -> dict[str, list[Row]]:
+    """The predictions that a folder has of some sets, for `--score-only`.
+
+    Args:
+        folder: of the predictions.
+        names: of the sets; those without a prediction are left out.
+        fields: what a prediction must have beside its text.
+
+    Raises:
+        ValueError: there are none; a broken line, or one without a field, with file and line.
+    """
+    names, found = list(names), {}
+    for name in names:
+        read = runner.Predictions(folder, name).read(lambda place, row: check_fields(place, row, fields))
+        if read:
+            found[name] = list(read.values())
+    if not found:
+        raise ValueError(f"--out {folder}: no predictions of {', '.join(names)}")
+    return found
 
 
 def resolve_sets(

@@ -27,7 +27,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from pod.evaluation import metrics, report
-from pod.evaluation.benchmark import Benchmark, Row, Score, add_limit, check_limit, command
+from pod.evaluation.benchmark import Benchmark, Row, Score, add_limit, check_limit, command, read_sets
 from pod.evaluation.command import add_numbers
 from pod.evaluation.haystack import NOISE, fit
 from pod.evaluation.lines import Fields, read_lines
@@ -237,12 +237,21 @@ class InfiniteBench(Benchmark):
         self.lengths = options.made or options.windows
         self.settings = {"made": options.samples} if options.made else {}
         self.title = "InfiniteBench" + (", hidden numbers made here" if options.made else "") + "."
-        _ = self.samples  # read before any model is loaded
+        if not self.score_only:
+            _ = self.samples  # read before any model is loaded
 
     @cached_property
     def samples(self) -> dict[str, list[dict[str, Any]]]:
         """task -> its samples; none where they are made for a tokenizer."""
         return {} if self.options.made else {task: load_samples(self.options.data, task) for task in self.tasks}
+
+    def read(self, folder: Path) -> dict[str, list[Row]]:
+        found = read_sets(folder, [f"{task}-{n}" for n in self.lengths for task in self.tasks], {"label": (list,)})
+        for name, rows in found.items():
+            for row in rows if name.rpartition("-")[0] in HIDDEN else []:
+                if not isinstance(row.get("kept"), bool):
+                    raise ValueError(f"{folder}/{name}.jsonl: field 'kept' (true or false) of {row['key']} is missing")
+        return found
 
     def window(self, tokenizer: PreTrainedTokenizerBase, task: str, length: int) -> int:
         """Tokens of a prompt: fewer than `length` where prompt, chat template and answer end the model's positions."""

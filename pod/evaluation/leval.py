@@ -24,7 +24,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from pod.evaluation import metrics, report
-from pod.evaluation.benchmark import Benchmark, Row, Score, add_limit, check_limit, command, resolve_sets
+from pod.evaluation.benchmark import Benchmark, Row, Score, add_limit, check_limit, command, read_sets, resolve_sets
 from pod.evaluation.lines import Fields, read_lines
 from pod.evaluation.metrics.l_eval import GROUPS, SETS
 from pod.evaluation.runner import Request, as_chat, question_at, tokenise
@@ -221,7 +221,15 @@ class LEval(Benchmark):
             raise ValueError(f"--max-length is in thousands of tokens: at least 1, got {options.max_length}")
         self.most = 1000 * options.max_length - MAX_NEW_TOKENS
         self.settings, self.lengths = {"max_length": options.max_length}, [self.most]
-        self.samples = {task: load_samples(options.data, task) for task in resolve_tasks(options.tasks)}
+        self.tasks = resolve_tasks(options.tasks)
+        if not self.score_only:
+            self.samples = {task: load_samples(options.data, task) for task in self.tasks}
+
+    def read(self, folder: Path) -> dict[str, list[Row]]:
+        found = read_sets(folder, self.tasks, {"reference": (str,)})
+        if len(found.get("sci_fi", [])) % 2:
+            raise ValueError(f"{folder}/sci_fi.jsonl: an odd number of predictions; each question was asked twice")
+        return found
 
     def prompts(self, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, list[Request]]]:
         for task, samples in self.samples.items():

@@ -26,7 +26,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from pod.evaluation import metrics, report
-from pod.evaluation.benchmark import Benchmark, Row, Score, add_limit, check_limit, command
+from pod.evaluation.benchmark import Benchmark, Row, Score, add_limit, check_limit, command, read_sets
 from pod.evaluation.command import add_numbers
 from pod.evaluation.lines import Fields, check_fields, read_lines
 from pod.evaluation.runner import Request, as_chat, question_at, tokenise
@@ -370,7 +370,7 @@ class NeedleBench(Benchmark):
 
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--data", type=Path, required=True, help="the folder of the benchmark's files")
+        parser.add_argument("--data", type=Path, help="the folder of the benchmark's files")
         parser.add_argument("--size", choices=list(SIZES), default="32k", help="lengths, depths, buffers (32k)")
         parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), help="(default: all)")
         parser.add_argument("--languages", nargs="+", choices=list(LANGUAGES), default=["English"], help="(English)")
@@ -397,8 +397,12 @@ class NeedleBench(Benchmark):
                 raise ValueError(f"{name} must be at least {least}, got {min(values)}")
         if max(self.depths) > 100:
             raise ValueError(f"--depths are per cent, got {max(self.depths)}")
-        self.files = {one: read_files(options.data, one, options.tasks) for one in options.languages}
-        if "multi_retrieval" in options.tasks:
+        if options.data is None and not self.score_only:
+            raise ValueError("--data is missing: give the folder of opencompass/NeedleBench's files")
+        self.files = {
+            one: None if self.score_only else read_files(options.data, one, options.tasks) for one in options.languages
+        }
+        if not self.score_only and "multi_retrieval" in options.tasks:
             for files in self.files.values():
                 distinct(files.needles, len(self.depths))
         self.settings = {
@@ -406,6 +410,10 @@ class NeedleBench(Benchmark):
         }
         counted = "tokens of the model's tokenizer" if options.tokens == "model" else "tiktoken's gpt-4 tokens"
         self.title = f"NeedleBench v1, {', '.join(options.languages)}; lengths in {counted}."
+
+    def read(self, folder: Path) -> dict[str, list[Row]]:
+        names = [f"{task}-{one}" for one in self.files for group in self.options.tasks for task in TASKS[group]]
+        return read_sets(folder, names, {"reference": (str, list)})
 
     def prompts(self, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, list[Request]]]:
         options = self.options

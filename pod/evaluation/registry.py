@@ -21,7 +21,8 @@ EVALUATIONS = {
     "perplexity": ("perplexity", "perplexity and bits per byte on held-out text, whole or streamed"),
     "trade_off": ("trade_off", "quality against kept bytes, every eviction method"),
     "memory": ("memory", "the largest batch in a given memory"),
-    "report": ("runs", "one table of LongBench runs, published rows beside ours"),
+    "figures": ("figures", "attention maps, what proximal tokens foretell, four places of an answer"),
+    "report": ("runs", "the papers' tables, published rows beside ours"),
 }
 
 

@@ -418,8 +418,9 @@ class Chain:
         num_cascades: sub-caches, newest first; each passes on every second token.
         rotates: keys are stored before RoPE and rotated to their place among the kept tokens.
         gamma: of the moving average of attention by which tokens contest a place, mu <- gamma mu + (1 - gamma) s for
-            every query; None for one sub-cache, which needs none.
-        head_reduction: "max" or "mean" over a KV head's query heads.
+            every query; None for one sub-cache, which needs none, and where what is not accepted is dropped uncompared.
+        head_reduction: "max", "mean" or "median" (of an even number the lower one) over a KV head's query heads.
+        is_homogeneous: over those of all KV heads that a layer decides for, which then keep the same tokens.
         window: how many first and how many last tokens, itself included, a query sees, however many are processed at
             once; None: all that is kept, and its stride. Where keys are rotated, no sink then counts as farther than
             the window's first token.
@@ -431,6 +432,7 @@ class Chain:
     rotates: bool = False
     gamma: float | None = None
     head_reduction: str = "max"
+    is_homogeneous: bool = False
     window: tuple[int, int] | None = None
 
     @property

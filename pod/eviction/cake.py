@@ -1,13 +1,15 @@
 """CAKE (arXiv 2503.12491): layers share one budget by how dispersed and how shifting their attention is."""
 
 import math
+import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 from torch import Tensor
 
-from pod.eviction.base import Eviction, Observation, Sharing, check_window
+from pod.eviction.base import Eviction, Observation, Sharing, Stage, check_choice, check_window
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,12 @@ class CAKE(Eviction):
         window: the last tokens, always kept; their queries score the others.
         kernel_size: tokens that are pooled, odd.
         gamma: weight of the variance.
+        indicator: of a token, by its weights over the window's queries (the paper's Table 3): "mean", "variance",
+            "product" of both, or "mean+variance", with `gamma`. While decoding all are the newest query's weights.
+        allocation: how layers share the budget (Tables 2 and 14): "preference", "entropy" or "variance" by H or V
+            alone, "uniform", or "random", in proportion to numbers drawn from [0, 1) for each layer, the same for every
+            row (the paper does not say how it drew them).
+        seed: of the drawing.
         tau1, tau2: temperatures of H and V. The paper searched them per model and budget; `PRESETS` has what is known
             of that: `CAKE(1024, **CAKE.PRESETS["llama-3.1-8b-1024"])`, on command lines
             `cake:budget=1024,preset=llama-3.1-8b-1024`.
@@ -48,6 +56,9 @@ class CAKE(Eviction):
     gamma: float = 200.0
     tau1: float = 1.0
     tau2: float = 1.0
+    indicator: str = "mean+variance"
+    allocation: str = "preference"
+    seed: int = 0
 
     when: ClassVar[int] = 1
     # By model and tokens per layer.
@@ -64,6 +75,8 @@ class CAKE(Eviction):
                 raise ValueError(f"CAKE: {name} must be > 0, got {getattr(self, name)}")
         if not self.gamma >= 0:
             raise ValueError(f"CAKE: gamma must be >= 0, got {self.gamma}")
+        check_choice(self, "indicator", ("mean", "variance", "product", "mean+variance"))
+        check_choice(self, "allocation", ("preference", "entropy", "variance", "uniform", "random"))
 
     def protected(self, groups: int = 1) -> int:
         return self.window
@@ -78,30 +91,52 @@ class CAKE(Eviction):
 
     def score(self, seen: Observation) -> Tensor:
         indicator = seen.means()
-        if not seen.decoding:
-            indicator = indicator + self.gamma * seen.variances()
+        if not seen.decoding and self.indicator != "mean":
+            variances = seen.variances()
+            indicator = {
+                "variance": lambda: variances,
+                "product": lambda: indicator * variances,
+                "mean+variance": lambda: indicator + self.gamma * variances,
+            }[self.indicator]()
         return seen.pooled(indicator, self.window, self.kernel_size, "avg").mean(dim=2)
 
-    def preference(self, seen: Observation) -> Tensor:
+    def dispersion_and_shift(self, seen: Observation) -> tuple[Tensor, Tensor]:
+        """[B] float64 each: H and V of a layer, before the temperatures."""
         prefix = seen.prefix(self.window)[:, :, None]
         # In float64 from here: products of powers of small numbers.
         entropy = (seen.entropies() * prefix).sum(dim=3).double().mean(dim=(1, 2))
         shift = (seen.variances() * prefix).sum(dim=3).double().mean(dim=(1, 2))
-        return entropy.clamp(min=0) ** (1 / self.tau1) * shift ** (1 / self.tau2)
+        return entropy.clamp(min=0), shift
+
+    def preference(self, seen: Observation) -> Tensor:
+        entropy, shift = self.dispersion_and_shift(seen)
+        entropy, shift = entropy ** (1 / self.tau1), shift ** (1 / self.tau2)
+        return {"entropy": entropy, "variance": shift}.get(self.allocation, entropy * shift)
+
+    def _wants(self, stage: Stage, row: int) -> float:
+        """What a layer's share is in proportion to."""
+        if self.allocation == "random":
+            return random.Random(f"{self.seed} {stage.layer}").random()
+        return 1.0 if self.allocation == "uniform" else stage.preference[row]
 
     def allocate(self, sharing: Sharing) -> list[np.ndarray]:
-        return shared_by_preference(sharing, super().allocate(sharing), self.budget)
+        return shared_by_preference(sharing, super().allocate(sharing), self.budget, self._wants)
 
 
 def shared_by_preference(
-    sharing: Sharing, counts: list[np.ndarray], budget: int, alpha: float = 0.0
+    sharing: Sharing,
+    counts: list[np.ndarray],
+    budget: int,
+    wants: Callable[[Stage, int], float],
+    alpha: float = 0.0,
 ) -> list[np.ndarray]:
     """What each layer and KV head may keep where the layers of a KV head share its budget by their preferences.
 
     Args:
-        sharing: with preferences in its stages.
+        sharing: of all layers so far.
         counts: [A, B] for each stage, what spared rows keep; those of others are written over.
         budget: tokens kept per layer and KV head on average.
+        wants: of a stage and a row, what the layer's share is in proportion to.
         alpha: the part of the budget, beside what is always kept, that every layer gets in any case.
 
     Returns:
@@ -126,7 +161,7 @@ def shared_by_preference(
             always = [least[sharing.stages[stage].layer] for stage, *_ in blocks]
             shares = apportion(
                 total,
-                [sharing.stages[stage].preference[row] for stage, *_ in blocks],
+                [wants(sharing.stages[stage], row) for stage, *_ in blocks],
                 [size for *_, size in blocks],
                 [
                     max(0, int(sharing.stages[stage].held[index][row]) - kept)

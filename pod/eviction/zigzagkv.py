@@ -43,4 +43,5 @@ class ZigZagKV(SnapKV):
         return ((sums < self.held * sums[..., -1:]).sum(dim=-1) + 1.0).mean(dim=(1, 2))
 
     def allocate(self, sharing: Sharing) -> list[np.ndarray]:
-        return shared_by_preference(sharing, super().allocate(sharing), self.budget, self.alpha)
+        counts = super().allocate(sharing)
+        return shared_by_preference(sharing, counts, self.budget, lambda stage, row: stage.preference[row], self.alpha)

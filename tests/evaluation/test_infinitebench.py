@@ -137,7 +137,21 @@ def test_the_command(ckpt, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(runner, "_generate", None)
     assert infinitebench.main(arguments) == 0  # nothing is predicted twice
     assert infinitebench.main([*arguments, "--limit", "1"]) == 0
+    again = ["--made", "400", "600", "--score-only", "--out"]
+    written = json.loads((out / "scores.json").read_text())
+    (out / "scores.json").unlink()
+    assert infinitebench.main([*again, str(out), "--tasks", "passkey"]) == 0
+    scored = json.loads((out / "scores.json").read_text())["scores"]
+    assert scored == {name: one for name, one in written["scores"].items() if name.startswith("passkey")}
     capsys.readouterr()
+    assert infinitebench.main([*again, str(tmp_path)]) == 2
+    assert f"--out {tmp_path}: no predictions of passkey-400, number_string-400" in capsys.readouterr().err
+    (tmp_path / "passkey-400.jsonl").write_text('{"key": "0", "pred": "1", "label": ["1"]}\n')
+    assert infinitebench.main([*again, str(tmp_path)]) == 2
+    assert "passkey-400.jsonl: field 'kept' (true or false) of 0 is missing" in capsys.readouterr().err
+    (tmp_path / "passkey-400.jsonl").write_text('{"key": "0", "pred": "1", "kept": true}\n')
+    assert infinitebench.main([*again, str(tmp_path)]) == 2
+    assert "passkey-400.jsonl:1: field 'label' (a list of texts) is missing" in capsys.readouterr().err
     for more, message in [
         (["--limit", "0"], "--limit must be at least 1"),
         (["--tasks", "pass"], "--tasks pass: no task of InfiniteBench here; did you mean passkey?"),

@@ -185,6 +185,11 @@ def test_the_command(ckpt, tmp_path, capsys, monkeypatch):
     predict("sci_fi", ("0", "True", "True [fact: False]"), ("0 fact", "true.", "True [fact: False]"))
     predict("news_summ", ("0", "a b", "A"))
     monkeypatch.setattr(runner, "_generate", None)
+    assert leval.main(["--score-only", "--tasks", "tpo", "sci_fi", "--out", str(out)]) == 0  # no data, no model
+    assert json.loads((out / "scores.json").read_text())["scores"] == {"tpo": 50.0, "sci_fi": 50.0}
+    capsys.readouterr()
+    assert leval.main(["--score-only", "--tasks", "coursera", "--out", str(out)]) == 2
+    assert f"--out {out}: no predictions of coursera" in capsys.readouterr().err
     assert leval.main(arguments) == 0
     written = json.loads((out / "scores.json").read_text())
     assert written["scores"] == {"tpo": 50.0, "sci_fi": 50.0, "news_summ": {"geometric mean": 0.0, "rougeL": 66.6667}}

@@ -189,6 +189,11 @@ def test_the_command(ckpt, folder, tmp_path, capsys, monkeypatch):
         answer = "the james" if isinstance(wanted, str) else wanted[1]
         path.write_text(json.dumps(row | {"pred": answer}) + "\n")
     monkeypatch.setattr(runner, "_generate", None)
+    assert needlebench.main(["--score-only", "--tasks", "single", "--out", str(out)]) == 0  # no data, no model
+    assert json.loads((out / "scores.json").read_text())["scores"] == {"single-English": 100.0}
+    capsys.readouterr()
+    assert needlebench.main(["--ckpt", str(ckpt)]) == 2
+    assert "--data is missing: give the folder of opencompass/NeedleBench's files" in capsys.readouterr().err
     assert needlebench.main(arguments) == 0
     written = json.loads((out / "scores.json").read_text())
     assert written["scores"]["single-English"] == 100 and written["scores"]["multi_reasoning_4-English"] == 50

@@ -11,7 +11,7 @@ from test_longbench import write_data
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import pod
-from pod.evaluation import longbench, models
+from pod.evaluation import longbench, models, tables
 from pod.evaluation import runs as report
 
 
@@ -158,6 +158,98 @@ def test_runs_that_were_asked_otherwise_are_not_compared(tmp_path, capsys):
     assert "- PoD (few) cannot be compared with dense (dense): 2 samples of 2wikimqa and not 3 (and other" in printed
     assert "PoD (good) cannot" not in printed
     assert "cannot be compared" in (tmp_path / "out" / "report.md").read_text()
+
+
+def write_other(folder, scores, averages, eviction=None, weights="w", samples=3, **asked):
+    """A run of another benchmark."""
+    folder.mkdir(parents=True)
+    result = {"scores": scores, "averages": averages, "samples": dict.fromkeys(scores, samples)}
+    (folder / "scores.json").write_text(json.dumps(result))
+    method = None if eviction is None else pod.eviction.parse(eviction)
+    settings = {
+        "ckpt": "an/id", "weights": weights, "eviction": eviction, "model": {"kind": "dense", "tokens": 9},
+        "parameters": None if method is None else pod.eviction.hyper_parameters(method),
+    }  # fmt: skip
+    (folder / "settings.json").write_text(json.dumps(settings | asked))
+    return str(folder)
+
+
+def leval_run(folder, average, **options):
+    averages = {"Closed, 7 sets": average, "QA": average, "Summ, rougeL": average, tables.LEVAL_AVERAGE: average}
+    return write_other(folder, {"quality": average}, averages, max_length=32, **options)
+
+
+def test_degradation_over_longbench_and_leval_is_the_mean_of_both_losses(tmp_path, capsys):
+    runs = [
+        write_run(tmp_path / "long/dense", 40, weights="w"),
+        write_run(tmp_path / "long/snap", 30, eviction="snapkv:budget=64", weights="w"),
+        write_run(tmp_path / "long/alone", 20, weights="other", eviction="snapkv:budget=64"),
+        leval_run(tmp_path / "exam/dense", 20.0),
+        leval_run(tmp_path / "exam/snap", 15.0, eviction="snapkv:budget=64"),
+    ]
+    assert report.main([*runs, "--out", str(tmp_path / "out")]) == 0
+    rows = list(csv.DictReader((tmp_path / "out" / "report.csv").open()))
+    # 46.9 -> 36.9 is 21.32 %, 20 -> 15 is 25 %; the third has no run of L-Eval.
+    assert [row["degradation, %"] for row in rows[:3]] == ["", "23.2", "42.6"]
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert "Degradation over LongBench and L-Eval, the mean of both losses: SnapKV (snap)." in text
+    assert "| SnapKV (snap)           |  15.00 | 15.00 | 15.00 | 15.00 |           25.0 |" in text
+    assert "| PoD + SnapKV, published |  43.07 | 22.12 | 14.32 | 26.50 |                |" in text
+    exams = json.loads((tmp_path / "out" / "report.json").read_text())["tables"]["L-Eval (PoD's Table 1)"]
+    assert [row["degradation"] for row in exams] == [None, 25.0]
+    # A run of LongBench names the baseline of both.
+    assert report.main([*runs, "--out", str(tmp_path / "two"), "--baseline", runs[1], "--no-published"]) == 0
+    exams = json.loads((tmp_path / "two" / "report.json").read_text())["tables"]["L-Eval (PoD's Table 1)"]
+    assert exams[0]["degradation"] == pytest.approx(-100 / 3) and exams[1]["degradation"] is None
+    assert "published" not in (tmp_path / "two" / "report.md").read_text()
+
+
+def test_cascades_and_cakes_tables_are_of_longbench_runs(tmp_path):
+    scores = {name: 10.0 + index for index, name in enumerate(longbench.GROUPS["cake"])}
+    run = write_other(tmp_path / "run", scores, longbench.averages(scores), max_length=31500)
+    assert report.main([run, "--out", str(tmp_path / "out")]) == 0
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert "## LongBench, CAKE's mean of 16 sets" in text and "CAKE, allocation=random, published" in text
+    found = json.loads((tmp_path / "out" / "report.json").read_text())["tables"]
+    cake, cascade = (found[title][0]["scores"] for title in found)
+    assert cake == [pytest.approx(10 + 15 / 2)]
+    names = ("narrativeqa", "hotpotqa", "qasper", "multi_news", "2wikimqa", "gov_report")
+    assert cascade[:6] == [scores[name] for name in names] and cascade[6] == pytest.approx(sum(cascade[:6]) / 6)
+    published = {name: list(row.values()) for name, row in tables.TABLES[-1].published.items()}
+    for name, row in published.items():
+        assert len(row) == 7 and sum(row[:6]) / 6 == pytest.approx(row[6], abs=0.01), name
+
+
+def test_hidden_numbers_made_here_stand_beside_no_published_row(tmp_path, capsys):
+    made = {"passkey-1024": {"score": 80.0, "ceiling": 100.0}, "number_string-1024": {"score": 40.0, "ceiling": 100.0}}
+    less = {name: one | {"score": 30.0} for name, one in made.items()}
+    runs = [
+        write_other(tmp_path / "dense", made, {"mean of 2": 60.0}, made=3),
+        write_other(tmp_path / "cake", less, {"mean of 2": 30.0}, eviction="cake:budget=64", made=3),
+        write_other(tmp_path / "more", less, {"mean of 2": 30.0}, eviction="cake:budget=65", made=9),
+    ]
+    assert report.main([*runs, "--out", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr().out
+    assert "| CAKE (cake)   |        30.00 |              30.00 |     30.00 |           50.0 |" in printed
+    assert "- CAKE (more) cannot be compared with dense (dense): made is 9 and not 3." in printed
+    assert "published" not in printed
+    real = {f"passkey-{32768}": {"score": 27.0, "ceiling": 27.12}}
+    run = write_other(tmp_path / "real", real, {"mean of 1": 27.0})
+    assert report.main([run, "--out", str(tmp_path / "out")]) == 0
+    assert "| H2O, published          |          4.92 |      4.92 |" in capsys.readouterr().out
+
+
+def test_needlebench_has_its_table(tmp_path, capsys):
+    names = ("single, mean", "multi_retrieval, mean", "multi_reasoning, mean", "overall (0.4, 0.3, 0.3)")
+    run = write_other(tmp_path / "run", {"single-English": 9.0}, dict(zip(names, (9.0, 8.0, 7.0, 8.1), strict=True)))
+    assert report.main([run, "--out", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr().out
+    assert "| dense (run)                           |  9.00 |  8.00 |  7.00 |    8.10 |" in printed
+    assert "| Llama3.1-8B, CAKE, published          | 92.01 | 94.16 | 71.35 |   86.46 |" in printed
+    wrong = {"passkey-1024": {"score": "high"}}
+    run = write_other(tmp_path / "wrong", wrong, {"mean of 1": 1.0})
+    assert report.main([run, "--out", str(tmp_path / "out")]) == 2
+    assert "'score' must be a number or null, got 'high'" in capsys.readouterr().err
 
 
 GOOD = {"scores.json": json.dumps({"averages": longbench.averages({})})}

@@ -12,7 +12,8 @@ class SimulatedCascade:
     The budget counts the sinks; the sub-caches get equal parts of the rest, in whole tokens.
     """
 
-    def __init__(self, budget: int, sinks: int, num_cascades: int) -> None:
+    def __init__(self, budget: int, sinks: int, num_cascades: int, select: bool = True) -> None:
+        self.select = select
         self.sinks, self.size = sinks, (budget - sinks) // num_cascades
         self.full = sinks + num_cascades * self.size
         self.sink_tokens: list[int] = []
@@ -39,7 +40,7 @@ class SimulatedCascade:
                     return
                 token = cache.pop(0)
             else:
-                if self.scores[token] >= self.scores[cache[-1]]:
+                if self.select and self.scores[token] >= self.scores[cache[-1]]:
                     token, cache[-1] = cache[-1], token
                 break
         del self.scores[token]
@@ -76,15 +77,31 @@ class SimulatedLayers:
         sink_size, recent_size, share: of PoD.
         cascade: budget with the sinks, sinks, num_cascades.
         gamma, reduction: of the scores.
+        homogeneous: scores are reduced over the query heads of all KV heads that decide in a layer.
+        select: tokens contest.
         rotates: q and k come before RoPE and are turned to their place among the kept tokens.
     """
 
-    def __init__(self, anchors, groups, sink_size, recent_size, share, cascade, gamma, reduction, rotates) -> None:
+    def __init__(
+        self,
+        anchors,
+        groups,
+        sink_size,
+        recent_size,
+        share,
+        cascade,
+        gamma,
+        reduction,
+        rotates,
+        homogeneous=False,
+        select=True,
+    ) -> None:
         self.anchors, self.groups, self.share = anchors, groups, share
         self.sink_size, self.recent_size = sink_size, recent_size
         self.gamma, self.reduction, self.rotates = gamma, reduction, rotates
+        self.homogeneous, self.select = homogeneous, select
         self.cascades = {
-            (layer, head): SimulatedCascade(*cascade)
+            (layer, head): SimulatedCascade(*cascade, select)
             for layer, row in enumerate(anchors)
             for head, anchor in enumerate(row)
             if anchor == layer
@@ -102,6 +119,7 @@ class SimulatedLayers:
             self.v.append(v[:, :, t].double())
         out = torch.zeros(q.shape, dtype=torch.float64)
         new_scores: dict[tuple[int, int], dict[int, float]] = {}
+        given: dict[tuple[int, int], list[dict[int, float]]] = {}
         for layer, row in enumerate(self.anchors):
             for head, anchor in enumerate(row):
                 kept = self.cascades[anchor, head].kept()
@@ -115,8 +133,17 @@ class SimulatedLayers:
                             out[layer, asking, t] += weight * self.v[key][layer, head]
                             sums[group][key] += (1 - self.gamma) * self.gamma ** (count - 1 - t) * weight
                 if anchor == layer:
-                    reduce = max if self.reduction == "max" else (lambda numbers: sum(numbers) / len(numbers))
-                    new_scores[layer, head] = {key: reduce([one[key] for one in sums]) for key in sums[0]}
+                    given[layer, head] = sums
+        reduce = {
+            "max": max,
+            "mean": lambda numbers: sum(numbers) / len(numbers),
+            "median": lambda numbers: sorted(numbers)[(len(numbers) - 1) // 2],
+        }[self.reduction]
+        for (layer, head), sums in given.items():
+            asked = sums
+            if self.homogeneous:
+                asked = [one for (other, _), theirs in given.items() if other == layer for one in theirs]
+            new_scores[layer, head] = {key: reduce([one[key] for one in asked]) for key in sums[0]}
         for place, scores in new_scores.items():
             cascade = self.cascades[place]
             for token in cascade.scores:

@@ -5,6 +5,7 @@ Written from the rules of the methods, one row, one KV head and one token at a t
 """
 
 import math
+import random
 from fractions import Fraction
 
 import numpy as np
@@ -177,9 +178,12 @@ class Simulation:
             indicator = {}
             for p in held:
                 values = [line.get(p, 0.0) for line in lines]
-                indicator[p] = sum(values) / len(values)
-                if not decoding and len(values) > 1:
-                    indicator[p] += method.gamma * float(np.var(values, ddof=1))
+                mean = indicator[p] = sum(values) / len(values)
+                variance = float(np.var(values, ddof=1)) if len(values) > 1 else 0.0
+                if not decoding and method.indicator == "mean+variance":
+                    indicator[p] = mean + method.gamma * variance
+                elif not decoding and method.indicator != "mean":
+                    indicator[p] = variance if method.indicator == "variance" else mean * variance
             pooled.append(self.pooled(unit[0], indicator, method.kernel_size, "avg"))
         return {p: sum(one[p] for one in pooled) / self.groups for p in held}
 
@@ -302,6 +306,8 @@ class Simulation:
         method = self.allocator
         if isinstance(method, ZigZagKV):
             return self.spread(row, layer, attention)
+        if method.allocation in ("uniform", "random"):
+            return 1.0 if method.allocation == "uniform" else random.Random(f"{method.seed} {layer}").random()
         entropy = shift = 0.0
         lines = [
             [heads[member] for heads in theirs[-method.window :]]
@@ -315,7 +321,8 @@ class Simulation:
                 values = [weights.get(p, 0.0) for weights in line]
                 entropy -= sum(value * math.log(value + 1e-10) for value in values) / len(lines)
                 shift += float(np.var(values, ddof=1)) / len(lines) if len(values) > 1 else 0.0
-        return max(entropy, 0.0) ** (1 / method.tau1) * shift ** (1 / method.tau2)
+        entropy, shift = max(entropy, 0.0) ** (1 / method.tau1), shift ** (1 / method.tau2)
+        return {"preference": entropy * shift, "entropy": entropy, "variance": shift}[method.allocation]
 
     def spread(self, row: int, layer: int, attention: dict) -> float:
         """How many tokens it takes, in the mean over query heads, to hold so much of the window's attention."""

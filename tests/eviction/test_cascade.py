@@ -1,6 +1,7 @@
 """Cascade: positions, scores and outputs are those of a plain simulation; and what follows from its rules."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ def config_of(anchors, share="scores", sink_size=1, recent_size=4) -> pod.PodLla
     )
 
 
-def run_both(config, policy, cascade, chunks, seed=0, rotates=True, gamma=0.5, reduction="max"):
+def run_both(config, policy, cascade, chunks, seed=0, rotates=True, gamma=0.5, reduction="max", **options):
     """Feed random q, k, v to a cache and to one simulation per row, and compare after every chunk.
 
     chunks: lists of the real tokens of each row, right-aligned in the chunk.
@@ -62,6 +63,7 @@ def run_both(config, policy, cascade, chunks, seed=0, rotates=True, gamma=0.5, r
             gamma,
             reduction,
             rotates,
+            **options,
         )
         for mine in (cascade if isinstance(cascade, list) else [cascade] * rows)
     ]
@@ -96,7 +98,7 @@ def compare_kept(cache: pod.PodCache, truth: SimulatedLayers, row: int) -> None:
             kept = [position for position in positions[row, head].tolist() if position >= 0]
             assert kept == cascade.kept()
             state = store._layers[anchor].state
-            if state.scores is None:
+            if state.scores is None or not truth.select:
                 continue
             place = store._orders[anchor].index(head)
             held = state.positions[place, place_of_row].tolist()
@@ -131,6 +133,47 @@ def test_chunks_equal_the_simulation(run):
     budget = always + size * levels + spare
     policy = Cascade(budget, sinks, levels, gamma=0.9, head_reduction=reduction)
     run_both(config, policy, (budget, always, levels), chunks, seed, gamma=0.9, reduction=reduction)
+
+
+@pytest.mark.parametrize("share", ["scores", "keys"])
+@pytest.mark.parametrize("anchors", [((0, 0), (1, 1)), ((0, 0), (0, 1), (0, 1))], ids=["dense", "blocks"])
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        (dict(head_reduction="median"), dict(reduction="median")),
+        (dict(heads="homogeneous"), dict(homogeneous=True)),
+        (dict(heads="homogeneous", head_reduction="median"), dict(homogeneous=True, reduction="median")),
+        (dict(heads="homogeneous", head_reduction="mean"), dict(homogeneous=True, reduction="mean")),
+        (dict(select=False), dict(select=False)),
+    ],
+    ids=["median", "homogeneous", "homogeneous-median", "homogeneous-mean", "select=false"],
+)
+def test_the_papers_ablations_equal_the_simulation(option, told, anchors, share):
+    """Two rows, padded on the left, two query heads to a KV head, prefills and single tokens."""
+    policy = Cascade(2 + 3 * 3, sinks=2, num_cascades=3, gamma=0.5, **option)
+    chunks = [[9, 4], [5, 6], [1, 1], [1, 0], *[[1, 1]] * 8, [3, 7], [1, 1]]
+    config = config_of(anchors, share, 1, 4)
+    _, truths = run_both(config, policy, (11, 2, 3), chunks, **told)
+    heads = [truths[0].cascades[0, head].kept() for head in range(KV_HEADS)]
+    assert (heads[0] == heads[1]) == ("heads" in option or not option.get("select", True))
+
+
+def test_longbench_sizes_are_powers_of_two_with_sinks_on_top():
+    method = Cascade(0.25, sinks=64, num_cascades=4, stride=512, rule="power_of_two")
+    for prompt in (1, 15, 16, 31, 32, 4095, 4096, 8191, 8192, 31500):
+        wanted = 64 + max(4, 2 ** int(math.log2(prompt / 4)) if prompt >= 4 else 0)
+        assert method.tokens_of(prompt, 0, 2) == wanted
+        assert method.tokens_of(prompt, 70, 2) == wanted + 6
+    assert method.with_budget(1088) == Cascade(1088, sinks=64, num_cascades=4, stride=512)
+    assert pod.eviction.parse("cascade:budget=0.25,rule=power_of_two,stride=512") == method
+    with pytest.raises(ValueError, match="rule=power_of_two is of a budget that is a share .* such as 0.25; got 256"):
+        Cascade(256, rule="power_of_two")
+
+
+def test_longbench_sizes_are_those_of_each_row():
+    config = config_of(((0, 0), (0, 1), (0, 1)), "scores", 1, 4)
+    policy = Cascade(0.25, sinks=2, num_cascades=2, gamma=0.5, rule="power_of_two", stride=100)
+    run_both(config, policy, [(10, 2, 2), (6, 2, 2)], [[35, 19], [1, 1], [5, 2], [1, 1]])
 
 
 @pytest.mark.slow

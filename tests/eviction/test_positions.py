@@ -69,6 +69,16 @@ METHODS |= {
     "criticalkv": lambda budget, window: CriticalKV(budget, window=window, kernel_size=3),
     "criticalkv-values": lambda budget, window: CriticalKV(budget, window=window, kernel_size=1, epsilon=10.0),
 }
+METHODS |= {
+    f"cake-{option}-{name}": lambda budget, window, one={option: name}: CAKE(
+        budget, window=max(2, window), kernel_size=3, **one
+    )
+    for option, names in (
+        ("indicator", ("mean", "variance", "product")),
+        ("allocation", ("entropy", "variance", "uniform", "random")),
+    )
+    for name in names
+}
 COMBINED = {  # scorer, allocator
     "h2o-by-cake": lambda budget, window, **aware: (
         H2O(budget, recent=max(2, window), **aware),
