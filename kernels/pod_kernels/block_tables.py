@@ -7,7 +7,8 @@ A layer's vectors lie in a `Store`: blocks of b tokens, and for each request a t
 step, one for a request that decodes, a chunk for one that is being prefilled, are cut into `Tiles` of as many queries,
 and all tiles run at once: over the blocks of their proximal pairs, then over those of their distant ones, with one
 running softmax (Dao et al., arXiv 2205.14135, Algorithm 1). The only loops are over pieces of the context, which bound
-the memory, and over the stores that a layer's anchors lie in.
+the memory, and over the stores that a layer's anchors lie in. Where `dispatch.runs_triton` says so, a kernel reads the
+blocks where they lie (`triton/block_tables.py`); here, each step copies those that it reads.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-TILE = 64  # queries of a tile of a prefill, at most
+from pod_kernels.dispatch import runs_triton
+
+TILE = 64  # queries of a tile of a prefill, at most; a power of two, as all widths are: a kernel is compiled for each
 PIECE = 2**24  # elements of one piece's logits, or of its keys, at most
 
 
@@ -92,7 +95,7 @@ class Tiles:
         """
         counts = np.diff(starts)
         return [
-            cls._of(chosen, starts, counts, lengths, min(TILE, int(counts[chosen].max())), device)
+            cls._of(chosen, starts, counts, lengths, min(TILE, 1 << int(counts[chosen].max() - 1).bit_length()), device)
             for chosen in (np.flatnonzero(counts == 1), np.flatnonzero(counts > 1))
             if len(chosen)
         ]
@@ -131,6 +134,11 @@ class Tiles:
             first,
             first + filled,
         )
+
+
+def grouped(queries: Tensor, tiles: Tiles, kv_heads: int) -> Tensor:
+    """The tiles' queries of [T, H, D]: [N, H_kv, G * Q, D]."""
+    return queries[tiles.tokens].unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
 
 
 class _Softmax:
@@ -214,17 +222,24 @@ def block_table_attention(
         near_keys: the layer's own keys, of proximal tokens at least. None: there is one kind of pair, every j <= i,
             and `distant_keys` are the keys (a layer of anchors; cross-layer attention).
         distant_keys: the anchors' keys of all tokens. None: there are proximal pairs alone (window attention).
-        values: of all tokens, of proximal ones where `distant_keys` is None.
+        values: of all tokens, of proximal ones where `distant_keys` is None. Either one part, of all KV heads in their
+            order, or as many as `distant_keys`, each of the same heads as the one there, and no `near_keys`.
         tiles: from `Tiles.of`.
         sink_size, recent_size: proximal tokens.
         scale: of the logits.
 
     Returns:
         [T, H, D] in q's dtype, zeros where no request's query is. Logits and sums are float32, products the dtype's.
+
+    Raises:
+        ValueError: POD_ATTENTION_BACKEND asks for Triton's kernels, and they cannot run here, with the reason.
     """
     out = torch.zeros_like(q)
+    attend = _of_tiles
+    if runs_triton(q):
+        from pod_kernels.triton.block_tables import tiles_attention as attend  # imports triton
     for some in tiles:
-        out[some.queries] = _of_tiles(
+        out[some.queries] = attend(
             q, q_distant, near_keys, distant_keys, values, some, sink_size, recent_size, scale
         ).to(q.dtype)[some.places]
     return out
@@ -248,10 +263,6 @@ def _of_tiles(
     running = _Softmax((count, kv_heads, groups * width), dim, q.device)
     piece = max(1, PIECE // (count * block * max(heads * width, 2 * kv_heads * dim)))  # in blocks
 
-    def grouped(queries: Tensor) -> Tensor:
-        """[N, H_kv, G * Q, D]."""
-        return queries[tiles.tokens].unflatten(2, (kv_heads, groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-
     def add(queries: Tensor, keys: Sequence[Part], columns: Tensor, visible: Tensor) -> None:
         rows = tiles.rows[: len(columns)]
         v = _read(values, rows, columns)
@@ -262,7 +273,7 @@ def _of_tiles(
     if near_keys is None:
         sink_size = recent_size = 0
     else:
-        mine = grouped(q)
+        mine = grouped(q, tiles, kv_heads)
         for columns in _near_columns(tiles, block, sink_size, recent_size).split(piece, dim=1):
             keys, distance = _pairs(tiles, count, columns, block)
             add(
@@ -272,7 +283,7 @@ def _of_tiles(
                 (distance >= 0) & (keys >= 0) & ((keys < sink_size) | (distance < recent_size)),
             )
     if distant_keys is not None:
-        theirs = grouped(q if q_distant is None else q_distant)
+        theirs = grouped(q if q_distant is None else q_distant, tiles, kv_heads)
         last = -(-(int(tiles.ends[0]) - recent_size) // block)
         for start in range(sink_size // block, last, piece):
             # Tiles that look less far are done: the others come first.

@@ -1,4 +1,8 @@
-"""Attention over block tables against the reference on whole sequences: chunks, decoding, and both at once."""
+"""Attention over block tables against the reference on whole sequences: chunks, decoding, and both at once.
+
+By plain torch and, where the case says so, by Triton's kernel in the interpreter, which needs tens of milliseconds for
+each program: not every case is one for it.
+"""
 
 import numpy as np
 import pytest
@@ -8,7 +12,7 @@ from torch import Tensor
 from pod_kernels import block_tables, reference
 from pod_kernels.block_tables import Part, Store, Tiles, block_table_attention
 
-HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 8, 4
+HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 12, 4  # no power of two where Triton's tiles are
 LENGTHS = (37, 1, 23, 40, 6, 12)
 QUERIES = {
     "decode": (1, 1, 1, 1, 1, 1),
@@ -19,10 +23,28 @@ QUERIES = {
 }
 
 
+SIZES = [(3, 5), (0, 1), (6, 9), (4, 64), (64, 2)]
+
+
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     monkeypatch.setattr(block_tables, "TILE", 8)
     monkeypatch.setattr(block_tables, "PIECE", 4000)
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """Triton's kernel runs, in small parts; it is also seen to have run."""
+    splits = pytest.importorskip("pod_kernels.triton.splits", reason="triton is not installed")
+    from pod_kernels.triton import block_tables as kernels
+
+    ran, attend = [], kernels.tiles_attention
+    monkeypatch.setenv("POD_ATTENTION_BACKEND", "fused")
+    monkeypatch.setattr(kernels, "tiles_attention", lambda *given: (ran.append(1), attend(*given))[1])
+    monkeypatch.setattr(splits, "BLOCK", 16)
+    monkeypatch.setattr(splits, "SPLITS", 2)
+    yield splits
+    assert ran
 
 
 def in_blocks(vectors: list[Tensor], seed: int, keep=None) -> Store:
@@ -94,11 +116,28 @@ def of_all_heads(store: Store, first: int = 0) -> list[Part]:
 
 
 @pytest.mark.parametrize("counts", QUERIES.values(), ids=QUERIES)
-@pytest.mark.parametrize(
-    "sizes", [(3, 5), (0, 1), (6, 9), (4, 64), (64, 2)], ids=lambda sizes: "sinks{}-recent{}".format(*sizes)
-)
+@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: "sinks{}-recent{}".format(*sizes))
 @pytest.mark.parametrize("share", ["scores", "keys"])
 def test_as_the_reference_on_whole_sequences(counts, sizes, share):
+    check_shared(counts, sizes, share)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "share", "splits"),
+    [
+        *(("mixed", sizes, "scores", 2) for sizes in SIZES),
+        ("decode", (3, 5), "scores", 2),
+        ("decode", (3, 5), "keys", 4),
+        ("chunks", (3, 5), "scores", 2),
+        ("absent", (6, 9), "keys", 2),
+    ],
+)
+def test_the_kernel_is_as_the_reference(name, sizes, share, splits, kernel, monkeypatch):
+    monkeypatch.setattr(kernel, "SPLITS", splits)
+    check_shared(QUERIES[name], sizes, share)
+
+
+def check_shared(counts, sizes, share):
     """Keys of the anchors lie in two stores, as heads of one layer have anchors in several; near blocks are freed."""
     requests = problem()
     if share == "keys":
@@ -128,6 +167,15 @@ def test_as_the_reference_on_whole_sequences(counts, sizes, share):
 
 @pytest.mark.parametrize("counts", QUERIES.values(), ids=QUERIES)
 def test_one_kind_of_pair_is_causal_attention(counts):
+    check_causal(counts)
+
+
+@pytest.mark.parametrize("name", ["decode", "mixed"])
+def test_the_kernel_of_one_kind_of_pair_is_causal_attention(name, kernel):
+    check_causal(QUERIES[name])
+
+
+def check_causal(counts):
     requests = problem()
     for one in requests:
         del one["q_distant"], one["k_distant"]
@@ -140,6 +188,15 @@ def test_one_kind_of_pair_is_causal_attention(counts):
 
 @pytest.mark.parametrize("counts", QUERIES.values(), ids=QUERIES)
 def test_without_distant_keys_it_is_window_attention(counts):
+    check_window(counts)
+
+
+@pytest.mark.parametrize("name", ["decode", "mixed"])
+def test_the_kernel_without_distant_keys_is_window_attention(name, kernel):
+    check_window(QUERIES[name])
+
+
+def check_window(counts):
     requests = problem()
     for one in requests:
         del one["q_distant"], one["k_distant"]
