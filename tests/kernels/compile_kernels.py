@@ -1,4 +1,4 @@
-"""Compile every kernel of decoding, updating and block tables for an H100, on a machine without one: what the interpreter lets pass.
+"""Compile the kernels of decoding, updating and block tables for an H100, without one: what the interpreter lets pass.
 
 The functions that start kernels run as always, on CPU tensors; each start compiles its kernel down to machine code
 instead. Prints the kernels' names. Run without TRITON_INTERPRET (`test_decode.py` does).
@@ -110,12 +110,12 @@ def main() -> None:
     counts = dict(used=60, kept=torch.tensor([60, 30]), counts=torch.tensor([200, 150]))
     column_sums.chunk_attention(q, keys, keys, scale=0.1, decay=torch.ones(200), **counts)
     held, at = torch.zeros(2, 2, 260, dtype=torch.long), torch.zeros(2, 32, dtype=torch.long)
+    column_sums.column_statistics(q[..., :32, :], keys, held, at, 0.1, with_spread=True)
+
     blocks = Store(half(9, 4, 16, 128), torch.zeros(2, 8, dtype=torch.int32))
     parts = [Part(blocks, torch.arange(2), torch.arange(2))]
     for tiles in Tiles.of(np.array([0, 1, 81]), np.array([100, 128]), torch.device("cpu")):  # a decode, a chunk
         block_tables.tiles_attention(half(81, 8, 128), half(81, 8, 128), parts, parts, parts, tiles, 4, 28, 0.1)
-
-    column_sums.column_statistics(q[..., :32, :], keys, held, at, 0.1, with_spread=True)
 
 
 if __name__ == "__main__":
