@@ -1,7 +1,7 @@
 """Attention over block tables against the reference on whole sequences: chunks, decoding, and both at once.
 
-By plain torch and, where the case says so, by Triton's kernel in the interpreter, which needs tens of milliseconds for
-each program: not every case is one for it.
+By plain torch and, in tests of the kernel, by Triton's: compiled on a GPU, else in the interpreter, which needs tens of
+milliseconds for each program, so that not every case is one for it.
 """
 
 import numpy as np
@@ -23,11 +23,14 @@ QUERIES = {
 }
 
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# Those of the kernel run everywhere, and where there is a GPU they are among its tests.
+of_the_kernel = pytest.mark.gpu if DEVICE.type == "cuda" else lambda test: test
 SIZES = [(3, 5), (0, 1), (6, 9), (4, 64), (64, 2)]
 
 
 @pytest.fixture(autouse=True)
-def small_pieces(monkeypatch):
+def small_pieces(monkeypatch, exact_float32):
     monkeypatch.setattr(block_tables, "TILE", 8)
     monkeypatch.setattr(block_tables, "PIECE", 4000)
 
@@ -69,7 +72,7 @@ def in_blocks(vectors: list[Tensor], seed: int, keep=None) -> Store:
         places = torch.arange(one.shape[1])
         at = store.table[row][places // BLOCK].long() * BLOCK + places % BLOCK
         store.write(one.transpose(0, 1)[at >= BLOCK], at[at >= BLOCK])
-    return store
+    return Store(store.blocks.to(DEVICE), store.table.to(DEVICE))
 
 
 def problem(dtype=torch.float32):
@@ -93,11 +96,11 @@ def last(requests, name: str, counts) -> Tensor:
     """[T, H, D]: the last `counts` of each request, one request behind the other."""
     return torch.cat(
         [one[name][:, one[name].shape[1] - n :].transpose(0, 1) for one, n in zip(requests, counts, strict=True)]
-    )
+    ).to(DEVICE)
 
 
 def tiles_of(counts) -> list[Tiles]:
-    return Tiles.of(np.cumsum([0, *counts]), np.array(LENGTHS), torch.device("cpu"))
+    return Tiles.of(np.cumsum([0, *counts]), np.array(LENGTHS), DEVICE)
 
 
 def expected(requests, counts, **options) -> Tensor:
@@ -108,11 +111,11 @@ def expected(requests, counts, **options) -> Tensor:
         ]
         out = reference.shared_score_attention(*tensors, **options)
         outs.append(out[0, :, out.shape[2] - n :].transpose(0, 1))
-    return torch.cat(outs)
+    return torch.cat(outs).to(DEVICE)
 
 
 def of_all_heads(store: Store, first: int = 0) -> list[Part]:
-    return [Part(store, torch.arange(first, first + KV_HEADS), torch.arange(KV_HEADS))]
+    return [Part(store, torch.arange(first, first + KV_HEADS, device=DEVICE), torch.arange(KV_HEADS, device=DEVICE))]
 
 
 @pytest.mark.parametrize("counts", QUERIES.values(), ids=QUERIES)
@@ -122,6 +125,7 @@ def test_as_the_reference_on_whole_sequences(counts, sizes, share):
     check_shared(counts, sizes, share)
 
 
+@of_the_kernel
 @pytest.mark.parametrize(
     ("name", "sizes", "share", "splits"),
     [
@@ -147,7 +151,7 @@ def check_shared(counts, sizes, share):
     near = in_blocks([one["k"] for one in requests], seed=2, keep=(*sizes, counts))
     anchors = [in_blocks([one["k_distant"] for one in requests], seed=seed) for seed in (3, 4)]
     distant = [
-        Part(store, torch.tensor([head]), torch.tensor([head])) for head, store in zip((1, 0), anchors, strict=True)
+        Part(store, *torch.tensor([[head], [head]], device=DEVICE)) for head, store in zip((1, 0), anchors, strict=True)
     ]
     sink_size, recent_size = sizes
     out = block_table_attention(
@@ -170,6 +174,7 @@ def test_one_kind_of_pair_is_causal_attention(counts):
     check_causal(counts)
 
 
+@of_the_kernel
 @pytest.mark.parametrize("name", ["decode", "mixed"])
 def test_the_kernel_of_one_kind_of_pair_is_causal_attention(name, kernel):
     check_causal(QUERIES[name])
@@ -191,6 +196,7 @@ def test_without_distant_keys_it_is_window_attention(counts):
     check_window(counts)
 
 
+@of_the_kernel
 @pytest.mark.parametrize("name", ["decode", "mixed"])
 def test_the_kernel_without_distant_keys_is_window_attention(name, kernel):
     check_window(QUERIES[name])
@@ -221,7 +227,7 @@ def test_half_precision_is_as_near_as_eager_half_precision(dtype):
     out = block_table_attention(*queries, near, distant, values, tiles_of(counts), **sizes)
     assert out.dtype == dtype
     wanted = expected(requests, counts, **sizes)
-    eager = torch.cat([_eager_half(one, n, 3, 5, 0.3) for one, n in zip(requests, counts, strict=True)])
+    eager = torch.cat([_eager_half(one, n, 3, 5, 0.3) for one, n in zip(requests, counts, strict=True)]).to(DEVICE)
     assert (out.float() - wanted).abs().max() <= 2 * (eager.float() - wanted).abs().max()
 
 
@@ -240,7 +246,7 @@ def test_tiles_hold_every_query_once():
     queries = torch.cat([some.queries for some in tiles_of(counts)])
     assert sorted(queries.tolist()) == list(range(starts[-1]))
     for some in tiles_of(counts):
-        positions = (some.first[:, None] + torch.arange(some.tokens.shape[1])).flatten()[some.places]
+        positions = (some.first[:, None] + torch.arange(some.tokens.shape[1], device=DEVICE)).flatten()[some.places]
         rows = some.rows[:, None].expand(some.tokens.shape).flatten()[some.places]
         for token, row, position in zip(some.queries.tolist(), rows.tolist(), positions.tolist(), strict=True):
             assert starts[row] <= token < starts[row + 1]
