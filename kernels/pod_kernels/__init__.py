@@ -14,6 +14,7 @@ skipping.py            early skip: distant values that a decode step leaves unre
 quantized.py           vectors in 8 or 4 bits: keys per channel, values per token, the last ones as they are
 pages.py               pages of keys with their bounds, and attention to some pages only (Quest)
 block_tables.py        attention of many requests whose cache lies in blocks, as serving engines keep it
+tables.py              such blocks, their tables, and the queries of a step in tiles
 slots.py               attention to a store of fixed slots and to a chunk, rotated by place or by position
 cascade.py             which token goes where in a cascading cache
 triton/                everything that imports triton: the same by kernels

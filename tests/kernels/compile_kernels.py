@@ -18,8 +18,8 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from pod_kernels import Segments, SkipStats, cached_attention
-from pod_kernels.block_tables import Part, Store, Tiles
 from pod_kernels.cascade import Cascades, CascadeState
+from pod_kernels.tables import Part, Store, Tiles
 from pod_kernels.triton import block_tables, cascade, column_sums, slot_decode, splits, update
 
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32"}

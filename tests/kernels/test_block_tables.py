@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pod_kernels import block_tables, reference
-from pod_kernels.block_tables import Part, Store, Tiles, block_table_attention
+from pod_kernels import block_tables, reference, tables
+from pod_kernels.block_tables import block_table_attention
+from pod_kernels.tables import Part, Store, Tiles
 
 HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 12, 4  # no power of two where Triton's tiles are
 LENGTHS = (37, 1, 23, 40, 6, 12)
@@ -31,7 +32,7 @@ SIZES = [(3, 5), (0, 1), (6, 9), (4, 64), (64, 2)]
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch, exact_float32):
-    monkeypatch.setattr(block_tables, "TILE", 8)
+    monkeypatch.setattr(tables, "TILE", 8)
     monkeypatch.setattr(block_tables, "PIECE", 4000)
 
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pod_kernels.block_tables import Part, Tiles, grouped
+from pod_kernels.tables import Part, Tiles
 from pod_kernels.triton.reading import portion, vectors
 from pod_kernels.triton.softmax import LOG2_E, gather, nothing
 from pod_kernels.triton.splits import Parts, asked_at, leave
@@ -167,7 +167,7 @@ def tiles_attention(
 
     def by_lanes(queries: Tensor) -> Tensor:
         """[N, H_kv * G * Q, 1, D], contiguous."""
-        return grouped(queries, tiles, kv_heads).reshape(count, -1, 1, dim)
+        return tiles.grouped(queries, kv_heads).reshape(count, -1, 1, dim)
 
     mine = by_lanes(q)
     split = Parts(mine, kv_heads * repeat, capacity, sink_size + recent_size + width)
