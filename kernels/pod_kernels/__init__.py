@@ -15,6 +15,7 @@ quantized.py           vectors in 8 or 4 bits: keys per channel, values per toke
 pages.py               pages of keys with their bounds, and attention to some pages only (Quest)
 block_tables.py        attention of many requests whose cache lies in blocks, as serving engines keep it
 window.py              attention of heads that stream, to sinks and a ring of recent tokens
+tables.py              such blocks, their tables, and the queries of a step in tiles
 slots.py               attention to a store of fixed slots and to a chunk, rotated by place or by position
 cascade.py             which token goes where in a cascading cache
 triton/                everything that imports triton: the same by kernels

@@ -7,130 +7,20 @@ A layer's vectors lie in a `Store`: blocks of b tokens, and for each request a t
 step, one for a request that decodes, a chunk for one that is being prefilled, are cut into `Tiles` of as many queries,
 and all tiles run at once: over the blocks of their proximal pairs, then over those of their distant ones, with one
 running softmax (Dao et al., arXiv 2205.14135, Algorithm 1). The only loops are over pieces of the context, which bound
-the memory, and over the stores that a layer's anchors lie in.
+the memory, and over the stores that a layer's anchors lie in. Where `dispatch.runs_triton` says so, a kernel reads the
+blocks where they lie (`triton/block_tables.py`); here, each step copies those that it reads.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-TILE = 64  # queries of a tile of a prefill, at most
+from pod_kernels.dispatch import runs_triton
+from pod_kernels.tables import Part, Tiles
+
 PIECE = 2**24  # elements of one piece's logits, or of its keys, at most
-
-
-@dataclass(frozen=True)
-class Store:
-    """Vectors of one layer in blocks.
-
-    Attributes:
-        blocks: [number of blocks, S, b, D]: S vectors of each token.
-        table: [R, most blocks of a request] int: the blocks of each request, in order.
-    """
-
-    blocks: Tensor
-    table: Tensor
-
-    def write(self, vectors: Tensor, places: Tensor) -> None:
-        """Put [T, S, D] at `places` [T]: block * b + place in the block."""
-        size = self.blocks.shape[2]
-        self.blocks[places // size, :, places % size] = vectors
-
-    def read(self, rows: Tensor, columns: Tensor, slots: Tensor) -> Tensor:
-        """Of requests `rows` [N], the `columns` [N, C] of their tables: vectors `slots` [K] of each token.
-
-        Returns:
-            [N, K, C * b, D]. What a column below 0 or behind the table gives is for the caller to mask.
-        """
-        numbers = self.table[rows[:, None], columns.clamp(0, self.table.shape[1] - 1)]
-        found = self.blocks[numbers[:, None], slots[:, None]]  # [N, K, C, b, D]
-        return found.flatten(2, 3)
-
-
-@dataclass(frozen=True)
-class Part:
-    """What one store holds of a layer's keys, or values: its vectors `slots` [K] are those of KV heads `heads` [K]."""
-
-    store: Store
-    slots: Tensor
-    heads: Tensor
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """Queries of a step, cut into tiles of Q; the tiles that look farthest come first.
-
-    Attributes:
-        rows: [N] int64, the request of each tile.
-        first, last: [N] int64, the positions of its first and its last query.
-        tokens: [N, Q] int64, where its queries are among the T; a tile that is not full repeats one.
-        queries: [n] int64, where the queries of all tiles are among the T, each once.
-        places: [n] int64, and where each is among the N * Q.
-        firsts: [N], `first` on the host.
-        ends: [N], on the host: one position behind each tile's last query, falling.
-    """
-
-    rows: Tensor
-    first: Tensor
-    last: Tensor
-    tokens: Tensor
-    queries: Tensor
-    places: Tensor
-    firsts: np.ndarray
-    ends: np.ndarray
-
-    @classmethod
-    def of(cls, starts: np.ndarray, lengths: np.ndarray, device: torch.device) -> "list[Tiles]":
-        """The tiles of a step: those of one query and, apart from them, those of longer chunks.
-
-        Args:
-            starts: [R + 1], where each request's queries begin among the T, and their end.
-            lengths: [R], tokens of each request, its queries the last of them.
-            device: of the tensors.
-        """
-        counts = np.diff(starts)
-        return [
-            cls._of(chosen, starts, counts, lengths, min(TILE, int(counts[chosen].max())), device)
-            for chosen in (np.flatnonzero(counts == 1), np.flatnonzero(counts > 1))
-            if len(chosen)
-        ]
-
-    @classmethod
-    def _of(
-        cls,
-        chosen: np.ndarray,
-        starts: np.ndarray,
-        counts: np.ndarray,
-        lengths: np.ndarray,
-        width: int,
-        device: torch.device,
-    ) -> "Tiles":
-        pieces = -(-counts[chosen] // width)
-        rows = np.repeat(chosen, pieces)
-        offsets = width * (np.arange(len(rows)) - np.repeat(np.cumsum(pieces) - pieces, pieces))
-        first = lengths[rows] - counts[rows] + offsets
-        filled = np.minimum(width, counts[rows] - offsets)
-        order = np.argsort(-(first + filled), kind="stable")
-        rows, offsets, first, filled = rows[order], offsets[order], first[order], filled[order]
-        inside = np.arange(width)
-        tokens = (starts[rows] + offsets)[:, None] + np.minimum(inside, filled[:, None] - 1)
-        is_query = inside < filled[:, None]
-
-        def tensor(array: np.ndarray) -> Tensor:
-            return torch.from_numpy(array.astype(np.int64)).to(device, non_blocking=True)
-
-        return cls(
-            tensor(rows),
-            tensor(first),
-            tensor(first + filled - 1),
-            tensor(tokens),
-            tensor(tokens[is_query]),
-            tensor(np.flatnonzero(is_query)),
-            first,
-            first + filled,
-        )
 
 
 class _Softmax:
@@ -214,17 +104,24 @@ def block_table_attention(
         near_keys: the layer's own keys, of proximal tokens at least. None: there is one kind of pair, every j <= i,
             and `distant_keys` are the keys (a layer of anchors; cross-layer attention).
         distant_keys: the anchors' keys of all tokens. None: there are proximal pairs alone (window attention).
-        values: of all tokens, of proximal ones where `distant_keys` is None.
+        values: of all tokens, of proximal ones where `distant_keys` is None. Either one part, of all KV heads in their
+            order, or as many as `distant_keys`, each of the same heads as the one there, and no `near_keys`.
         tiles: from `Tiles.of`.
         sink_size, recent_size: proximal tokens.
         scale: of the logits.
 
     Returns:
         [T, H, D] in q's dtype, zeros where no request's query is. Logits and sums are float32, products the dtype's.
+
+    Raises:
+        ValueError: POD_ATTENTION_BACKEND asks for Triton's kernels, and they cannot run here, with the reason.
     """
     out = torch.zeros_like(q)
+    attend = _of_tiles
+    if runs_triton(q):
+        from pod_kernels.triton.block_tables import tiles_attention as attend  # imports triton
     for some in tiles:
-        out[some.queries] = _of_tiles(
+        out[some.queries] = attend(
             q, q_distant, near_keys, distant_keys, values, some, sink_size, recent_size, scale
         ).to(q.dtype)[some.places]
     return out
@@ -248,10 +145,6 @@ def _of_tiles(
     running = _Softmax((count, kv_heads, groups * width), dim, q.device)
     piece = max(1, PIECE // (count * block * max(heads * width, 2 * kv_heads * dim)))  # in blocks
 
-    def grouped(queries: Tensor) -> Tensor:
-        """[N, H_kv, G * Q, D]."""
-        return queries[tiles.tokens].unflatten(2, (kv_heads, groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-
     def add(queries: Tensor, keys: Sequence[Part], columns: Tensor, visible: Tensor) -> None:
         rows = tiles.rows[: len(columns)]
         v = _read(values, rows, columns)
@@ -262,7 +155,7 @@ def _of_tiles(
     if near_keys is None:
         sink_size = recent_size = 0
     else:
-        mine = grouped(q)
+        mine = tiles.grouped(q, kv_heads)
         for columns in _near_columns(tiles, block, sink_size, recent_size).split(piece, dim=1):
             keys, distance = _pairs(tiles, count, columns, block)
             add(
@@ -272,7 +165,7 @@ def _of_tiles(
                 (distance >= 0) & (keys >= 0) & ((keys < sink_size) | (distance < recent_size)),
             )
     if distant_keys is not None:
-        theirs = grouped(q if q_distant is None else q_distant)
+        theirs = tiles.grouped(q if q_distant is None else q_distant, kv_heads)
         last = -(-(int(tiles.ends[0]) - recent_size) // block)
         for start in range(sink_size // block, last, piece):
             # Tiles that look less far are done: the others come first.

@@ -24,7 +24,8 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheLayout
 
 from pod.serving.near_keys import NearKeysSpec
-from pod_kernels.block_tables import Part, Store, Tiles, block_table_attention
+from pod_kernels.block_tables import block_table_attention
+from pod_kernels.tables import Part, Store, Tiles
 
 RUNNING = "pod"  # the running anchors' queries, in the context of a forward
 

@@ -1,4 +1,4 @@
-"""Compile every kernel of decoding and updating for an H100, on a machine without one: what the interpreter lets pass.
+"""Compile the kernels of decoding, updating and block tables for an H100, without one: what the interpreter lets pass.
 
 The functions that start kernels run as always, on CPU tensors; each start compiles its kernel down to machine code
 instead. Prints the kernels' names. Run without TRITON_INTERPRET (`test_decode.py` does).
@@ -9,6 +9,7 @@ from pathlib import Path
 
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
+import numpy as np
 import test_decode as cases
 import torch
 import triton
@@ -18,7 +19,8 @@ from triton.runtime.jit import JITFunction
 
 from pod_kernels import Segments, SkipStats, cached_attention
 from pod_kernels.cascade import Cascades, CascadeState
-from pod_kernels.triton import cascade, column_sums, slot_decode, splits, update
+from pod_kernels.tables import Part, Store, Tiles
+from pod_kernels.triton import block_tables, cascade, column_sums, slot_decode, splits, update
 
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32"}
 HALF = torch.bfloat16
@@ -109,6 +111,11 @@ def main() -> None:
     column_sums.chunk_attention(q, keys, keys, scale=0.1, decay=torch.ones(200), **counts)
     held, at = torch.zeros(2, 2, 260, dtype=torch.long), torch.zeros(2, 32, dtype=torch.long)
     column_sums.column_statistics(q[..., :32, :], keys, held, at, 0.1, with_spread=True)
+
+    blocks = Store(half(9, 4, 16, 128), torch.zeros(2, 8, dtype=torch.int32))
+    parts = [Part(blocks, torch.arange(2), torch.arange(2))]
+    for tiles in Tiles.of(np.array([0, 1, 81]), np.array([100, 128]), torch.device("cpu")):  # a decode, a chunk
+        block_tables.tiles_attention(half(81, 8, 128), half(81, 8, 128), parts, parts, parts, tiles, 4, 28, 0.1)
 
 
 if __name__ == "__main__":

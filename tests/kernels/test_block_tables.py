@@ -1,14 +1,19 @@
-"""Attention over block tables against the reference on whole sequences: chunks, decoding, and both at once."""
+"""Attention over block tables against the reference on whole sequences: chunks, decoding, and both at once.
+
+By plain torch and, in tests of the kernel, by Triton's: compiled on a GPU, else in the interpreter, which needs tens of
+milliseconds for each program, so that not every case is one for it.
+"""
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from pod_kernels import block_tables, reference
-from pod_kernels.block_tables import Part, Store, Tiles, block_table_attention
+from pod_kernels import block_tables, reference, tables
+from pod_kernels.block_tables import block_table_attention
+from pod_kernels.tables import Part, Store, Tiles
 
-HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 8, 4
+HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 12, 4  # no power of two where Triton's tiles are
 LENGTHS = (37, 1, 23, 40, 6, 12)
 QUERIES = {
     "decode": (1, 1, 1, 1, 1, 1),
@@ -19,10 +24,31 @@ QUERIES = {
 }
 
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# Those of the kernel run everywhere, and where there is a GPU they are among its tests.
+of_the_kernel = pytest.mark.gpu if DEVICE.type == "cuda" else lambda test: test
+SIZES = [(3, 5), (0, 1), (6, 9), (4, 64), (64, 2)]
+
+
 @pytest.fixture(autouse=True)
-def small_pieces(monkeypatch):
-    monkeypatch.setattr(block_tables, "TILE", 8)
+def small_pieces(monkeypatch, exact_float32):
+    monkeypatch.setattr(tables, "TILE", 8)
     monkeypatch.setattr(block_tables, "PIECE", 4000)
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """Triton's kernel runs, in small parts; it is also seen to have run."""
+    splits = pytest.importorskip("pod_kernels.triton.splits", reason="triton is not installed")
+    from pod_kernels.triton import block_tables as kernels
+
+    ran, attend = [], kernels.tiles_attention
+    monkeypatch.setenv("POD_ATTENTION_BACKEND", "fused")
+    monkeypatch.setattr(kernels, "tiles_attention", lambda *given: (ran.append(1), attend(*given))[1])
+    monkeypatch.setattr(splits, "BLOCK", 16)
+    monkeypatch.setattr(splits, "SPLITS", 2)
+    yield splits
+    assert ran
 
 
 def in_blocks(vectors: list[Tensor], seed: int, keep=None) -> Store:
@@ -47,7 +73,7 @@ def in_blocks(vectors: list[Tensor], seed: int, keep=None) -> Store:
         places = torch.arange(one.shape[1])
         at = store.table[row][places // BLOCK].long() * BLOCK + places % BLOCK
         store.write(one.transpose(0, 1)[at >= BLOCK], at[at >= BLOCK])
-    return store
+    return Store(store.blocks.to(DEVICE), store.table.to(DEVICE))
 
 
 def problem(dtype=torch.float32):
@@ -71,11 +97,11 @@ def last(requests, name: str, counts) -> Tensor:
     """[T, H, D]: the last `counts` of each request, one request behind the other."""
     return torch.cat(
         [one[name][:, one[name].shape[1] - n :].transpose(0, 1) for one, n in zip(requests, counts, strict=True)]
-    )
+    ).to(DEVICE)
 
 
 def tiles_of(counts) -> list[Tiles]:
-    return Tiles.of(np.cumsum([0, *counts]), np.array(LENGTHS), torch.device("cpu"))
+    return Tiles.of(np.cumsum([0, *counts]), np.array(LENGTHS), DEVICE)
 
 
 def expected(requests, counts, **options) -> Tensor:
@@ -86,19 +112,37 @@ def expected(requests, counts, **options) -> Tensor:
         ]
         out = reference.shared_score_attention(*tensors, **options)
         outs.append(out[0, :, out.shape[2] - n :].transpose(0, 1))
-    return torch.cat(outs)
+    return torch.cat(outs).to(DEVICE)
 
 
 def of_all_heads(store: Store, first: int = 0) -> list[Part]:
-    return [Part(store, torch.arange(first, first + KV_HEADS), torch.arange(KV_HEADS))]
+    return [Part(store, torch.arange(first, first + KV_HEADS, device=DEVICE), torch.arange(KV_HEADS, device=DEVICE))]
 
 
 @pytest.mark.parametrize("counts", QUERIES.values(), ids=QUERIES)
-@pytest.mark.parametrize(
-    "sizes", [(3, 5), (0, 1), (6, 9), (4, 64), (64, 2)], ids=lambda sizes: "sinks{}-recent{}".format(*sizes)
-)
+@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: "sinks{}-recent{}".format(*sizes))
 @pytest.mark.parametrize("share", ["scores", "keys"])
 def test_as_the_reference_on_whole_sequences(counts, sizes, share):
+    check_shared(counts, sizes, share)
+
+
+@of_the_kernel
+@pytest.mark.parametrize(
+    ("name", "sizes", "share", "splits"),
+    [
+        *(("mixed", sizes, "scores", 2) for sizes in SIZES),
+        ("decode", (3, 5), "scores", 2),
+        ("decode", (3, 5), "keys", 4),
+        ("chunks", (3, 5), "scores", 2),
+        ("absent", (6, 9), "keys", 2),
+    ],
+)
+def test_the_kernel_is_as_the_reference(name, sizes, share, splits, kernel, monkeypatch):
+    monkeypatch.setattr(kernel, "SPLITS", splits)
+    check_shared(QUERIES[name], sizes, share)
+
+
+def check_shared(counts, sizes, share):
     """Keys of the anchors lie in two stores, as heads of one layer have anchors in several; near blocks are freed."""
     requests = problem()
     if share == "keys":
@@ -108,7 +152,7 @@ def test_as_the_reference_on_whole_sequences(counts, sizes, share):
     near = in_blocks([one["k"] for one in requests], seed=2, keep=(*sizes, counts))
     anchors = [in_blocks([one["k_distant"] for one in requests], seed=seed) for seed in (3, 4)]
     distant = [
-        Part(store, torch.tensor([head]), torch.tensor([head])) for head, store in zip((1, 0), anchors, strict=True)
+        Part(store, *torch.tensor([[head], [head]], device=DEVICE)) for head, store in zip((1, 0), anchors, strict=True)
     ]
     sink_size, recent_size = sizes
     out = block_table_attention(
@@ -128,6 +172,16 @@ def test_as_the_reference_on_whole_sequences(counts, sizes, share):
 
 @pytest.mark.parametrize("counts", QUERIES.values(), ids=QUERIES)
 def test_one_kind_of_pair_is_causal_attention(counts):
+    check_causal(counts)
+
+
+@of_the_kernel
+@pytest.mark.parametrize("name", ["decode", "mixed"])
+def test_the_kernel_of_one_kind_of_pair_is_causal_attention(name, kernel):
+    check_causal(QUERIES[name])
+
+
+def check_causal(counts):
     requests = problem()
     for one in requests:
         del one["q_distant"], one["k_distant"]
@@ -140,6 +194,16 @@ def test_one_kind_of_pair_is_causal_attention(counts):
 
 @pytest.mark.parametrize("counts", QUERIES.values(), ids=QUERIES)
 def test_without_distant_keys_it_is_window_attention(counts):
+    check_window(counts)
+
+
+@of_the_kernel
+@pytest.mark.parametrize("name", ["decode", "mixed"])
+def test_the_kernel_without_distant_keys_is_window_attention(name, kernel):
+    check_window(QUERIES[name])
+
+
+def check_window(counts):
     requests = problem()
     for one in requests:
         del one["q_distant"], one["k_distant"]
@@ -164,7 +228,7 @@ def test_half_precision_is_as_near_as_eager_half_precision(dtype):
     out = block_table_attention(*queries, near, distant, values, tiles_of(counts), **sizes)
     assert out.dtype == dtype
     wanted = expected(requests, counts, **sizes)
-    eager = torch.cat([_eager_half(one, n, 3, 5, 0.3) for one, n in zip(requests, counts, strict=True)])
+    eager = torch.cat([_eager_half(one, n, 3, 5, 0.3) for one, n in zip(requests, counts, strict=True)]).to(DEVICE)
     assert (out.float() - wanted).abs().max() <= 2 * (eager.float() - wanted).abs().max()
 
 
@@ -183,7 +247,7 @@ def test_tiles_hold_every_query_once():
     queries = torch.cat([some.queries for some in tiles_of(counts)])
     assert sorted(queries.tolist()) == list(range(starts[-1]))
     for some in tiles_of(counts):
-        positions = (some.first[:, None] + torch.arange(some.tokens.shape[1])).flatten()[some.places]
+        positions = (some.first[:, None] + torch.arange(some.tokens.shape[1], device=DEVICE)).flatten()[some.places]
         rows = some.rows[:, None].expand(some.tokens.shape).flatten()[some.places]
         for token, row, position in zip(some.queries.tolist(), rows.tolist(), positions.tolist(), strict=True):
             assert starts[row] <= token < starts[row + 1]

@@ -37,6 +37,7 @@ decode = pytest.importorskip("pod_kernels.triton.decode", reason="triton is not 
 slot_decode = pytest.importorskip("pod_kernels.triton.slot_decode", reason="triton is not installed")
 update = pytest.importorskip("pod_kernels.triton.update", reason="triton is not installed")
 cascade = pytest.importorskip("pod_kernels.triton.cascade", reason="triton is not installed")
+block_tables = pytest.importorskip("pod_kernels.triton.block_tables", reason="triton is not installed")
 column_sums = pytest.importorskip("pod_kernels.triton.column_sums", reason="triton is not installed")
 
 GPU = torch.cuda.is_available()
@@ -566,7 +567,7 @@ def test_every_kernel_compiles_for_a_gpu():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    modules = decode, slot_decode, splits, update, cascade, column_sums
+    modules = decode, slot_decode, splits, update, cascade, column_sums, block_tables
     parts = {part.fn for module in modules for part in vars(module).values() if hasattr(part, "fn")}
     sources = {part.__name__: inspect.getsource(part) for part in parts}
     # What another one calls is compiled with that.
