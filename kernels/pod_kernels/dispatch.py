@@ -223,7 +223,7 @@ def _wanted() -> str:
     return os.environ.get(VARIABLE) or "auto"
 
 
-def runs_triton(states: Tensor) -> bool:
+def runs_triton(states: Tensor, work: Work | None = "decode") -> bool:
     """Whether Triton's kernels take these states.
 
     The environment variable POD_ATTENTION_BACKEND decides, as for `shared_score_attention`: "fused" takes the kernels
@@ -233,11 +233,12 @@ def runs_triton(states: Tensor) -> bool:
 
     Args:
         states: [.., D] the queries, or what is stored.
+        work: the kernels' kind; None: one that `pod.autotune` does not try, so that the variable alone takes them.
 
     Raises:
         ValueError: no such backend; the kernels are asked for and cannot run here, with the reason.
     """
-    shapes = shape_class(states, "decode")
+    shapes = shape_class(states, work) if work else None
     if resolve_backend("auto", shapes) != "fused":
         return False
     reason = _obstacle(states)
