@@ -176,6 +176,7 @@ def test_a_process_that_does_not_end_well(monkeypatch):
     assert time.perf_counter() - begun < 30
 
 
+@pytest.mark.slow
 def test_the_process_is_given_the_trial(monkeypatch):
     said(monkeypatch, "import sys; print('noise'); print(sys.argv[1])")
     assert Trial(**autotune.tried(TRIAL, 60)) == TRIAL
@@ -301,6 +302,7 @@ def test_an_interrupted_run_goes_on(asked, export, monkeypatch):
     assert asked[0] == ("forward", 4096 + 37, "cuDNN") and len(asked) == 5
 
 
+@pytest.mark.slow
 def test_two_processes_at_once(tmp_path):
     code = (
         "import sys; from types import SimpleNamespace; import torch\n"

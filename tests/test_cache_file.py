@@ -95,6 +95,7 @@ def elsewhere(tmp_path_factory):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, case", PAIRS)
 def test_another_process_goes_on_as_this_one(name, case, elsewhere):
     _, caches, inputs, found, facts = elsewhere

@@ -77,6 +77,7 @@ def the_same(tmp_path, model=None, **settings):
     assert all(tensor.any() for tensor in found[0][1])
 
 
+@pytest.mark.slow
 def test_one_graph_has_the_eager_gradients(tmp_path, graphs):
     the_same(tmp_path, blocks=BLOCKS, model={"gradient_checkpointing": True})
     assert len(graphs) == 1

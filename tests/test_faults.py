@@ -230,6 +230,7 @@ def test_a_read_only_folder_is_named_before_the_work(name, world, disk, capsys):
 # Two processes, and what a command may replace
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name,lock", [("fit", "run/.lock"), ("export", ".run.lock")])
 def test_of_two_processes_that_write_one_output_the_second_is_refused(name, lock, world, tmp_path, capsys):
     first = """if True:

@@ -104,7 +104,9 @@ def test_a_chat_template_is_applied_unless_the_prompt_is_raw(exported, chat, cap
 
 def test_a_question_in_a_chat_template_is_read_apart(chat, capsys, monkeypatch):
     apart = []
-    monkeypatch.setattr(generate, "read_context", lambda model, cache, ids, question: apart.append((ids, question)))
+    monkeypatch.setattr(
+        generate, "read_context", lambda model, cache, ids, question, **_: apart.append((ids, question))
+    )
     method = ["--eviction", "snapkv:budget=64,window=4,query_aware=false"]
     printed(capsys, "--ckpt", chat, "--prompt", "Once upon a time. " * 9, "--question", "Who?", *method)
     ((ids, question),) = apart

@@ -150,6 +150,7 @@ def test_a_file_that_changed_is_read_anew_and_one_that_has_not_is_not(tmp_path, 
     assert gguf.local(tmp_path) == tmp_path and gguf.local("org/name") == "org/name"
 
 
+@pytest.mark.slow
 def test_what_a_killed_process_left_is_no_model(tmp_path, cache):
     path = write_gguf(tmp_path / "model.gguf", tiny_model())
     kill = (
@@ -162,6 +163,7 @@ def test_what_a_killed_process_left_is_no_model(tmp_path, cache):
     torch.testing.assert_close(logits_of(pod.load(path)), logits_of(tiny_model()), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_two_processes_make_one_folder(tmp_path, cache):
     path = write_gguf(tmp_path / "model.gguf", tiny_model())
     code = "import sys; from pod.model import gguf; print(gguf.local(sys.argv[1]))"

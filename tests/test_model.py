@@ -748,6 +748,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 def test_round_trip_in_another_process_after_import_pod_which_is_light(saved):
     result = python(LOAD, saved)
     assert result.returncode == 0 and result.stdout.endswith("done\n"), result.stderr

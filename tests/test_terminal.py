@@ -118,6 +118,7 @@ def test_numbers_are_taken_with_commas_and_with_spaces(given):
         parser.parse_args(["--lengths", "256,x"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "moment, begun",
     [
@@ -135,7 +136,8 @@ def test_preparing_is_interrupted_at_once(moment, begun, tmp_path):
     # Modules are read before: a library that forks to look at the machine is not what is interrupted here.
     first = "import pod.prepare, pod.data.sample_writer; sys.modules.pop('pod.prepare')" if "module" in begun else ""
     begin = f"""if True:
-        import os, runpy, sys
+        import os, runpy, signal, sys
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background may ignore it
         {first}
         os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), 2))
         {begun}

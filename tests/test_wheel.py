@@ -371,6 +371,7 @@ print(type(AutoModelForCausalLM.from_config(pickle.loads(pickle.dumps(made))))._
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "code, printed",
     [(REGISTERED, "PodQwen2Config True PodQwen2ForCausalLM\n"), (ALONE, "PodLlamaForCausalLM\n")],

@@ -50,6 +50,7 @@ def test_streaming_sees_sinks_and_recent_tokens_only(demo, base):
         assert torch.equal(generate(model, ids, 1)[:, 0], step)
 
 
+@pytest.mark.slow
 def test_the_whole_demo(demo, base, tmp_path, monkeypatch):
     for name, value in {"LENGTHS": (192, 256), "DEPTHS": (0.0, 1.0), "SAMPLES": 1, "TEXTS": 4, "DECODED": 3}.items():
         monkeypatch.setattr(demo, name, value)

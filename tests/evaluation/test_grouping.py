@@ -3,6 +3,7 @@
 import json
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import save_file
 from scripts import save, script, tiny_llama
@@ -14,6 +15,7 @@ from pod.data.sample_writer import SampleWriter
 grouping = script("eval/grouping.py")
 
 
+@pytest.mark.slow
 def test_rows_are_what_they_say(tmp_path, capsys):
     model = tiny_llama(intermediate_size=48, num_hidden_layers=5, head_dim=8)
     save(model, tmp_path / "base")

@@ -455,7 +455,7 @@ def test_bytes_do_not_grow(which):
         (dict(budget=72, stride=0), "stride must be at least 1 query, got 0"),
         (dict(budget=72, gamma=1.0), "gamma must be between 0 and 1, both excluded; got 1.0"),
         (dict(budget=72, gamma=0.0), "gamma must be between 0 and 1, both excluded; got 0.0"),
-        (dict(budget=72, head_reduction="median"), "head_reduction must be one of max, mean; got 'median'"),
+        (dict(budget=72, head_reduction="mode"), "head_reduction must be one of max, mean, median; got 'mode'"),
     ],
 )
 def test_bad_values_are_named(kwargs, message):

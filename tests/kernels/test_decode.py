@@ -541,7 +541,7 @@ def test_a_backend_that_cannot_run_is_refused_with_the_reason(monkeypatch):
         dispatch.runs_triton(states)
     monkeypatch.setenv("POD_ATTENTION_BACKEND", "auto")
     assert not dispatch.runs_triton(states)
-    monkeypatch.setattr(dispatch, "measured", lambda shapes: "fused")  # nobody has asked for it by name
+    monkeypatch.setattr(dispatch, "chosen", lambda shapes: dispatch.TORCH._replace(backend="fused"))  # not by name
     assert not dispatch.runs_triton(states)
 
 
