@@ -207,6 +207,7 @@ def test_prefill_in_chunks_equals_one_piece(which, size, slack, max_length):
     assert_close(torch.cat([first, logits], dim=1), recomputed(model, torch.cat([ids, new], dim=1)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sinks", [0, SINKS])
 @pytest.mark.parametrize("size", [1, 7, 64])
 @pytest.mark.parametrize("slack", [0, 64])
@@ -223,7 +224,7 @@ def test_left_padded_prefill_in_chunks(sinks, size, slack):
 
 
 @pytest.mark.parametrize("which", SHARES)
-@pytest.mark.parametrize("lengths", [(50,), (50, 2, 31)], ids=["even", "padded"])
+@pytest.mark.parametrize("lengths", [pytest.param((50,), marks=pytest.mark.slow), (50, 2, 31)], ids=["even", "padded"])
 @pytest.mark.parametrize("size", [1, 7, 64])
 def test_generate_with_prefill_chunk_size(which, lengths, size):
     model = build(*which)
@@ -349,7 +350,9 @@ ASSISTED = {
 }
 
 
-@pytest.mark.parametrize("kind", [pytest.param("dense", marks=pytest.mark.slow), "pod", "lookup"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("dense", marks=pytest.mark.slow), "pod", pytest.param("lookup", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", ASSISTED)
 def test_assisted_decoding_equals_greedy(name, kind, monkeypatch):
     model, ids, cropped = build(), tokens(1, 30), []

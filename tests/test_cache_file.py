@@ -114,6 +114,7 @@ def test_another_process_goes_on_as_this_one(name, case, elsewhere):
         assert facts[f"{name}-{case}"][0] <= held
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_loaded_is_cropped_reordered_and_saved_as_the_original(case, elsewhere, tmp_path):
     folder, caches, *_ = elsewhere

@@ -31,7 +31,7 @@ SPOILED = ["none", "none-4-bits", "snapkv", "snapkv-8-bits", "h2o", "cake", "str
 
 
 @pytest.mark.parametrize("setting", SPOILED)
-@pytest.mark.parametrize("model", ["dense", "blocks"])
+@pytest.mark.parametrize("model", [pytest.param("dense", marks=pytest.mark.slow), "blocks"])
 def test_vectors_in_each_others_slots_are_seen(model, setting, monkeypatch):
     """Two of those stored of a prompt change places, two groups where they are quantised."""
     finish, case = pod.PodCache.finish, f"{model}/{setting}/one-forward"

@@ -47,7 +47,7 @@ def test_splits_formats_and_bad_rows(folder, tmp_path):
     assert texts(tmp_path / "of csv") == ["a table's row", "another"]
 
 
-@pytest.mark.parametrize("num_proc", [1, 2])
+@pytest.mark.parametrize("num_proc", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("limit", "count"), [({"max_documents": 5}, 5), ({"max_tokens": 33.0}, 3), ({"max_tokens": 1e9}, 12)]
 )

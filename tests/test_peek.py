@@ -70,7 +70,9 @@ def is_alike(one, other):
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("which", ["blocks", "dense", "streams"])
+@pytest.mark.parametrize(
+    "which", ["blocks", *(pytest.param(which, marks=pytest.mark.slow) for which in ("dense", "streams"))]
+)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_inside_is_a_copy_and_behind_it_nothing_was(setting, which):
     if "tau" in setting and which == "dense":

@@ -147,7 +147,7 @@ def test_text_and_shards_go_together(tmp_path):
 # Length intervals
 
 
-@pytest.mark.parametrize("one_document", [False, True])
+@pytest.mark.parametrize("one_document", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("edges", [[100], [200, 500]])
 def test_intervals_give_the_same_number_of_tokens(tmp_path, edges, one_document):
     write_dolma(tmp_path / "in", 3, 300, 1500)

@@ -337,6 +337,7 @@ HEAVY = {"triton", "lightning", "pytorch_lightning", "wandb", "matplotlib", "dee
 HEAVY |= {"torchdata", "accelerate", "peft", "torch._dynamo", "transformers.modeling_utils", "transformers.cache_utils"}
 
 
+@pytest.mark.slow
 def test_import_pod_brings_little_beyond_torch_and_transformers(tmp_path):
     done = python("-c", IMPORT, cwd=tmp_path, path=[ROOT, ROOT / "kernels"])
     assert done.returncode == 0, done.stderr

@@ -136,7 +136,11 @@ def test_chunks_equal_the_simulation(run):
 
 
 @pytest.mark.parametrize("share", ["scores", "keys"])
-@pytest.mark.parametrize("anchors", [((0, 0), (1, 1)), ((0, 0), (0, 1), (0, 1))], ids=["dense", "blocks"])
+@pytest.mark.parametrize(
+    "anchors",
+    [pytest.param(((0, 0), (1, 1)), marks=pytest.mark.slow), ((0, 0), (0, 1), (0, 1))],
+    ids=["dense", "blocks"],
+)
 @pytest.mark.parametrize(
     ("option", "told"),
     [

@@ -89,7 +89,11 @@ def loop_kept(config, scores, budget):
 
 
 @pytest.mark.parametrize("lengths", [(40,), (40, 21)], ids=["one", "padded"])
-@pytest.mark.parametrize("anchors", [ANCHORS, DENSE, STREAMING], ids=["blocks", "dense", "streams"])
+@pytest.mark.parametrize(
+    "anchors",
+    [ANCHORS, *(pytest.param(anchors, marks=pytest.mark.slow) for anchors in (DENSE, STREAMING))],
+    ids=["blocks", "dense", "streams"],
+)
 @pytest.mark.parametrize("with_request", [True, False], ids=["request", "alone"])
 @pytest.mark.parametrize("budget, chunk, sinks", [(12, 16, 4), (0.3, 64, 2), (18, 9, 0)])
 def test_kept_positions_are_those_of_a_loop(lengths, anchors, with_request, budget, chunk, sinks):

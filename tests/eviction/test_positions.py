@@ -139,7 +139,9 @@ def mask_for(mask, more: int):
         pytest.param(((0, 0), (1, 1)), id="dense", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("name", [*METHODS, *COMBINED])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if "-" in name else name for name in [*METHODS, *COMBINED]]
+)
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_positions_equal_the_simulation(name, anchors, data):

@@ -50,7 +50,7 @@ MODELS = pytest.mark.parametrize(
 
 @pytest.mark.parametrize(
     "anchors, share, lengths, budgets",
-    [(DENSE, 0.4, (30, 21), (12, 8)), (ANCHORS, 0.55, (18, 25), (9, 13))],
+    [pytest.param(DENSE, 0.4, (30, 21), (12, 8), marks=pytest.mark.slow), (ANCHORS, 0.55, (18, 25), (9, 13))],
     ids=["dense", "blocks"],
 )
 @pytest.mark.parametrize("name, make", EACH)

@@ -165,6 +165,7 @@ def test_a_prefill_in_chunks_keeps_what_one_piece_keeps(method, which):
 # ---------------------------------------------------------------------- generate
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", BOTH)
 @named(TIGHT)
 def test_generate(method, which):
@@ -693,6 +694,7 @@ def test_a_forward_that_broke_off_between_its_strides_is_named(monkeypatch):
         cache.batch_repeat_interleave(2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", BOTH)
 @named(EVERY)
 def test_a_cache_filled_under_inference_mode_goes_on_outside(method, which):

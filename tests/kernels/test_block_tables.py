@@ -130,10 +130,10 @@ def test_as_the_reference_on_whole_sequences(counts, sizes, share):
 @pytest.mark.parametrize(
     ("name", "sizes", "share", "splits"),
     [
-        *(("mixed", sizes, "scores", 2) for sizes in SIZES),
+        *(pytest.param("mixed", sizes, "scores", 2, marks=pytest.mark.slow) for sizes in SIZES),
         ("decode", (3, 5), "scores", 2),
         ("decode", (3, 5), "keys", 4),
-        ("chunks", (3, 5), "scores", 2),
+        pytest.param("chunks", (3, 5), "scores", 2, marks=pytest.mark.slow),
         ("absent", (6, 9), "keys", 2),
     ],
 )
