@@ -238,7 +238,7 @@ def test_bytes_are_freed_and_the_formula(which):
     [SnapKV(64, window=16), SnapKV(70, window=16), SnapKV(190, window=4), PyramidKV(150), AdaKV(150), TOVA(64), None],
     ids=str,
 )
-@pytest.mark.parametrize("which", [MODELS[0], pytest.param(MODELS[2], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("which", [MODELS[0], pytest.param(*MODELS[2].values, marks=pytest.mark.slow)])
 def test_there_are_never_more_bytes_than_plain_ones(which, method, max_length):
     model, held = build(*which), []
     if isinstance(method, TOVA):

@@ -160,7 +160,7 @@ def test_twine_finds_nothing_to_mend(wheel):
     [
         (
             ["-m", "pod", "fit", "recipe=tiny"],
-            "pod.fit needs lightning, torchdata, torchmetrics: pip install '{train}'",
+            "pod.fit needs lightning, torchdata, torchmetrics, matplotlib: pip install '{train}'",
         ),
         (["-m", "pod.export", "--ckpt", "run", "--out", "out"], "pod.export needs lightning: pip install '{train}'"),
         (

@@ -290,9 +290,10 @@ class Simulation:
                 low = np.min([states[p] for p in following], axis=0)
                 high = np.max([states[p] for p in following], axis=0)
                 spread = {p: float(np.std((states[p] - low) / (high - low), ddof=1)) for p in part}
-                total = sum(math.exp(value) for value in spread.values())
+                top = max(spread.values())
+                total = sum(math.exp(value - top) for value in spread.values())
                 for p in part:
-                    found[p] += math.exp(spread[p]) / total / 2
+                    found[p] += math.exp(spread[p] - top) / total / 2
             ranked = sorted(part, key=found.__getitem__)
             gaps = [found[b] - found[a] for a, b in zip(ranked, ranked[1:], strict=False)]
             if min(gaps) < 1e-7:
