@@ -11,7 +11,7 @@ keeps no distant key and no distant value. Its anchor is `STREAMS`: there is non
     blocks = LayerBlocks.for_saving(similarity, kv_saving=0.35)    # similarity: [H_kv, L, L]
     blocks = LayerBlocks.for_saving(similarity, kv_saving=0.35, method="sum")
     blocks = LayerBlocks.for_damage(costs, kv_saving=0.35)         # costs: [H_kv, L, L], of pod.similarity
-    blocks = LayerBlocks.dense(32, 8).streaming(scores, 0.5)       # scores: [L, H_kv], of `pod.head_scores`
+    blocks = LayerBlocks.dense(32, 8).streaming(scores, 0.5)       # scores: [L, H_kv], of `pod.heads.head_scores`
     blocks.save("blocks.json")
 
 Shapes: L layers, H_kv KV heads, C candidate thresholds.
