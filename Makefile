@@ -7,7 +7,8 @@
 #   make test       everything but the slow tests
 #   make test-all   the same, and then the slow tests
 #   make test-vllm  serving, in vLLM's own environment, .venv-vllm (4 GB): docs/SERVE.md
-#   make lint       ruff: rules and format; the API reference, build/api/index.html
+#   make lint       ruff: rules and format
+#   make site       the documentation: build/site/index.html
 #   make gpu        on a machine with a GPU: its tests, then every speed suite, 8 minutes: runs/speed/speed.md
 
 PYTHON ?= python3
@@ -18,7 +19,7 @@ STAMP := .venv/.installed
 export DS_BUILD_OPS := 0
 export DS_ACCELERATOR := cpu
 
-.PHONY: install demo demo-real smollm2 tiny-base test test-slow test-all test-vllm lint gpu
+.PHONY: install demo demo-real smollm2 tiny-base test test-slow test-all test-vllm lint site gpu
 
 install: $(STAMP)
 
@@ -108,7 +109,9 @@ test-vllm: $(VLLM_STAMP)
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
-	$(BIN)/python docs/reference.py
+
+site: $(STAMP)
+	$(BIN)/python -m mkdocs build
 
 # A machine with a GPU keeps the torch it has, so nothing is installed: GPU_PYTHON is the Python which has it. Tests are
 # looked for where they are marked, as others import what may be missing. Speed is measured also when a test fails, or

@@ -28,6 +28,7 @@ serving/        a plugin for vLLM, and a small server
 """
 
 import importlib
+from typing import TYPE_CHECKING
 
 from transformers import AutoConfig
 
@@ -35,6 +36,24 @@ from pod import eviction
 from pod.blocks import LayerBlocks
 from pod.extras import require
 from pod_kernels import Quantization
+
+if TYPE_CHECKING:  # what is loaded later, for who reads without importing: editors, type checkers, the API reference
+    from pod import similarity
+    from pod.cache import PodCache
+    from pod.model.adapter import load
+    from pod.model.config import PodLlamaConfig, PodMistralConfig, PodPhi3Config, PodQwen2Config, PodQwen3Config
+    from pod.model.families import (
+        PodLlamaForCausalLM,
+        PodMistralForCausalLM,
+        PodPhi3ForCausalLM,
+        PodQwen2ForCausalLM,
+        PodQwen3ForCausalLM,
+        convert,
+    )
+    from pod.model.reconstruction import reconstruct
+    from pod.training.data import PodDataModule
+    from pod.training.module import PodModule
+    from pod.training.strategy import UlyssesDeepSpeedStrategy
 
 __version__ = "0.1.0"
 

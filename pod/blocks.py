@@ -11,7 +11,7 @@ keeps no distant key and no distant value. Its anchor is `STREAMS`: there is non
     blocks = LayerBlocks.for_saving(similarity, kv_saving=0.35)    # similarity: [H_kv, L, L]
     blocks = LayerBlocks.for_saving(similarity, kv_saving=0.35, method="sum")
     blocks = LayerBlocks.for_damage(costs, kv_saving=0.35)         # costs: [H_kv, L, L], of pod.similarity
-    blocks = LayerBlocks.dense(32, 8).streaming(scores, 0.5)       # scores: [L, H_kv], of `pod.head_scores`
+    blocks = LayerBlocks.dense(32, 8).streaming(scores, 0.5)       # scores: [L, H_kv], of `pod.heads.head_scores`
     blocks.save("blocks.json")
 
 Shapes: L layers, H_kv KV heads, C candidate thresholds.
@@ -55,12 +55,12 @@ class Layout:
     """Who shares with whom, as integers; a layer's heads are stored with its anchors first, each kind in one piece.
 
     Attributes:
-        anchors: [L][H_kv] the anchor layer of each.
+        anchors: `[L][H_kv]` the anchor layer of each.
         orders: [L] the KV heads that have slots, in storage order: all that do not stream.
         streams: [L] the KV heads that stream.
         num_anchors: [L] how many of them, the first ones, are anchors.
         score_heads: [L] the anchors whose distant scores a later layer reads.
-        ends: [L][H_kv] whether the block of the head ends in this layer, as of every head that streams.
+        ends: `[L][H_kv]` whether the block of the head ends in this layer, as of every head that streams.
         last_layers: of each block.
         sizes: layers of each block.
         units: [L] the blocks of a layer's heads that have slots, in storage order.
@@ -84,7 +84,7 @@ class Layout:
 
     @classmethod
     def of(cls, anchors: list[list[int]]) -> Layout:
-        """The layout of a table of anchors [L][H_kv]."""
+        """The layout of a table of anchors `[L][H_kv]`."""
         heads = range(len(anchors[0]))
         last_layers = {
             (anchor, head): layer

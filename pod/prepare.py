@@ -20,10 +20,10 @@ ends the run. An MDS shard that is missing or not what its index says ends it to
 it is reported with the rest. `report.md` and `report.png` of the output say how long the documents are, and which share
 of the tokens has distant keys in a model of --sink-size and --recent-size: on the others sharing does not act.
 
-hub:NAMESPACE/NAME[/CONFIG][:SPLIT] streams a data set of the Hugging Face hub, and hub:FOLDER[:SPLIT] a local one in
-any format that the package datasets reads, one document a row of the column --text-field; code of a data set is never
-run. With --max-tokens or --max-documents no more is read: files come in an order that the seed draws, since they are
-often sorted by what they hold.
+`hub:NAMESPACE/NAME[/CONFIG][:SPLIT]` streams a data set of the Hugging Face hub, and `hub:FOLDER[:SPLIT]` a local one
+in any format that the package datasets reads, one document a row of the column --text-field; code of a data set is
+never run. With --max-tokens or --max-documents no more is read: files come in an order that the seed draws, since they
+are often sorted by what they hold.
 
 --chat reads JSON lines with a list `messages`, writes each by the tokenizer's chat template, and marks the assistant's
 turns: they alone have labels (`pod/data/chat.py` says which tokens these are). A line without messages, with an unknown

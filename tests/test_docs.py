@@ -4,6 +4,7 @@ import ast
 import contextlib
 import importlib
 import io
+import json
 import os
 import re
 import shlex
@@ -19,7 +20,8 @@ import pod_kernels
 from pod.recipe.loading import recipes
 
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+NOTEBOOK = DOCS / "first_steps.ipynb"
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), NOTEBOOK]
 STEPS = ["ANALYZE.md", "FIT.md", "EXPORT.md", "GENERATE.md", "EVALUATE.md"]  # each goes on from those before
 ALONE = ["KVPRESS.md"]
 COMMAND = re.compile(r"python3? (-m pod\.\w+|(?:eval|data|docs)/\w+\.py)(.*)")
@@ -241,17 +243,54 @@ def test_links_lead_somewhere(page):
             assert heading in anchors, f"{page.name}: {target}"
 
 
+def exists(name):
+    """Whether a dotted name such as `pod.eviction.SnapKV` leads to something."""
+    parts = name.split(".")
+    for count in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:count]))
+        except ModuleNotFoundError:
+            continue
+        for place, part in enumerate(parts[count:], count):
+            if not hasattr(found, part):  # a dataclass's field without a default is an annotation only
+                return part in getattr(found, "__dataclass_fields__", {}) and place == len(parts) - 1
+            found = getattr(found, part)
+        return True
+    return False
+
+
+def broken(text):
+    """The names of the library in backticks or code of a text that lead nowhere."""
+    quoted = re.findall(r"`[^`]+`", text)
+    names = {name for part in quoted for name in re.findall(r"\b(?:pod|pod_kernels)(?:\.[A-Za-z_]\w*)+", part)}
+    # `pod.fit` and the like may begin a file's name.
+    return sorted(name for name in names if not name.endswith((".py", ".md")) and not exists(name))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_names_of_the_library_exist(page):
-    assert loaded("docs/reference.py").broken(page.read_text(encoding="utf-8")) == []
+    assert broken(page.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("package", ["pod", "kernels/pod_kernels"])
+def test_names_in_docstrings_exist(package):
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = {}
+    for path in sorted((ROOT / package).rglob("*.py")):
+        nodes = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, kinds)]
+        found[str(path)] = [name for node in nodes for name in broken(ast.get_docstring(node) or "")]
+    assert found and not {path: names for path, names in found.items() if names}
 
 
 def test_a_broken_name_is_found():
-    reference = loaded("docs/reference.py")
-    assert reference.broken("`pod.PodCash(config)`, `pod.PodCache`, pod.nothing, `pod/fit.py`") == ["pod.PodCash"]
-    assert reference.broken("`pod.eviction.SnapKV.budget` and `pod.eviction.SnapKV.bugdet`") == [
-        "pod.eviction.SnapKV.bugdet"
-    ]
+    assert broken("`pod.PodCash(config)`, `pod.PodCache`, pod.nothing, `pod/fit.py`") == ["pod.PodCash"]
+    assert broken("`pod.eviction.SnapKV.budget` and `pod.eviction.SnapKV.bugdet`") == ["pod.eviction.SnapKV.bugdet"]
+
+
+def test_the_notebook_is_stored_without_outputs():
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    assert any(cell["cell_type"] == "code" for cell in cells)
+    assert all(not cell.get("outputs") and cell.get("execution_count") is None for cell in cells)
 
 
 def test_code_that_is_quoted_is_the_code():

@@ -355,6 +355,14 @@ def test_public_names_are_there():
         _ = pod.PodCash
 
 
+def test_what_is_loaded_later_is_what_editors_see():
+    """The imports below `TYPE_CHECKING` bring the public names that `pod.__getattr__` loads, from where it does."""
+    tree = ast.parse((ROOT / "pod/__init__.py").read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    shown = {alias.name: node.module for node in block.body for alias in node.names}
+    assert shown == pod._LATER | {"similarity": "pod"}
+
+
 REGISTERED = """
 import pod
 from transformers import AutoConfig, AutoModelForCausalLM

@@ -176,8 +176,8 @@ def backward_piece(
     """The piece's share of the gradients.
 
     Args:
-        grad_out, out: [B, h, Tq, D], of the merged output. lse: [B, h, Tq], merged.
-        The others are as in `forward_piece`.
+        grad_out, out: [B, h, Tq, D], of the merged output.
+        lse: [B, h, Tq], merged. The others are as in `forward_piece`.
 
     Returns:
         Gradients of q [B, h, Tq, D], k and v [B, h_kv, Tk, D].

@@ -121,7 +121,7 @@ def label_of(ckpt: str, method: str) -> str:
 
 
 def by_row(nested: dict[str, dict]) -> dict[str, Any]:
-    """[checkpoint][method] -> one entry for each row of a table, by its label."""
+    """`[checkpoint][method]` -> one entry for each row of a table, by its label."""
     return {label_of(ckpt, method): values for ckpt, found in nested.items() for method, values in found.items()}
 
 

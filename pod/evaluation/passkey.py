@@ -244,8 +244,8 @@ def evaluate(options: argparse.Namespace, text: str) -> dict:
         text: what keys are hidden in.
 
     Returns:
-        lengths, depths (points, or [from, to]), and models[checkpoint][method]: `accuracy` [lengths][depths], `mean`,
-        and for each prompt its length, distance and score. The method is "none" without eviction.
+        lengths, depths (points, or [from, to]), and `models[checkpoint][method]`: `accuracy` `[lengths][depths]`,
+        `mean`, and for each prompt its length, distance and score. The method is "none" without eviction.
 
     Raises:
         ValueError: a checkpoint, length, phrase or method that cannot be.

@@ -206,7 +206,7 @@ def evaluate(options: argparse.Namespace, texts: list[str]) -> dict[str, dict[st
         texts: cut into stretches, all of them as one text, or taken each from beginning to end.
 
     Returns:
-        [checkpoint][method], the method "none" without eviction.
+        `[checkpoint][method]`, the method "none" without eviction.
 
     Raises:
         ValueError: a checkpoint, text or method that cannot be; data of another tokenizer; methods without `stream`, or

@@ -10,18 +10,7 @@ combined.py            one method's scores under another's allocation
 streaming.py, cascade.py    methods that keep tokens by their places
 quest.py               keeps all, and chooses what a step reads
 
-A further method that gives scores or allocates takes at most five steps:
-
-1. Read the method's rules and write them into shared terms: what scores a token, how many are kept where, when.
-2. Write `pod/eviction/NAME.py`: a frozen dataclass below `Eviction` with the hyper-parameters, a first line of
-   docstring for `--eviction list`, and of the hooks `score`, `allocate`, `preference` and `when` those that differ.
-3. Say which last tokens are always kept (`protected`) and how many queries are looked at (`observed`). Where the first
-   depends on the budget, say the least budget too (`least`), for budgets that are a share of the prompt.
-4. Enter the class in `METHODS` below: command lines and `parse` then know it.
-5. Write a plain-loop simulation in `tests/eviction/`, and compare the kept positions with it.
-
-A method that keeps tokens by their places (Cascade, StreamingLLM) derives from `ChainPolicy` and says which chain; one
-that keeps all and chooses what a step reads (Quest) derives from `ReadSelector`. Steps 1, 4 and 5 are the same.
+A further method: the checklist of CONTRIBUTING.md.
 """
 
 import difflib

@@ -19,8 +19,8 @@ class PodConfigMixin:
     """The PoD fields of a config, checked.
 
     Attributes:
-        anchors: [L][H_kv] integers, the anchor layer of each layer and KV head, -1 where the head streams, which is to
-            attend to sinks and recent tokens alone; None means blocks of one layer (dense).
+        anchors: `[L][H_kv]` integers, the anchor layer of each layer and KV head, -1 where the head streams, which is
+            to attend to sinks and recent tokens alone; None means blocks of one layer (dense).
         sink_size: first tokens that are always attended with the layer's own scores.
         recent_size: last tokens, the current one included, that are.
         share: "scores" (distant logits are q_anchor . k_anchor, the paper's Eq. 3) or "keys" (q . k_anchor). "kv" is

@@ -102,7 +102,7 @@ class Sharing:
 
     @classmethod
     def of_anchors(cls, anchors: list[list[int]], share: str = "scores") -> "Sharing":
-        """From `LayerBlocks.anchors` as lists, [L][H_kv]."""
+        """From `LayerBlocks.anchors` as lists, `[L][H_kv]`."""
         below = [[0 <= anchor < row for anchor in heads] for row, heads in enumerate(anchors)]
         read = {
             (anchor, head) for row, heads in enumerate(anchors) for head, anchor in enumerate(heads) if below[row][head]

@@ -48,7 +48,7 @@ class PodModule(lightning.LightningModule):
     Args:
         model, trainer, optimizer, distill, lora: sections of a recipe, or plain dicts of them; None: as their keys'
             defaults. A checkpoint holds them as dicts.
-        blocks: anchors [L][H_kv]; None is the dense model.
+        blocks: anchors `[L][H_kv]`; None is the dense model.
         bytes_per_token: 1.0 for byte tokenizers: bits per byte is then logged; None logs none.
 
     Raises:
