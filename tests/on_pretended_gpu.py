@@ -286,3 +286,55 @@ def test_steps_over_fixed_slots_wait_for_nothing(method, backend, request):
 
     with_backend(backend, run)
     assert ("_append" in kernels) == (backend == "fused")
+
+
+# A model on two devices: operations on tensors of both are refused by the pretended GPU
+
+
+@pytest.mark.parametrize("share", ["scores", "keys", "kv"])
+@pytest.mark.parametrize("first", ["cpu", "cuda"])
+def test_device_map(share, first):
+    """Layers 0 to 2 on one device, the last on the other: what is generated, and where its tokens lie."""
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    model, _ = models(share=share)
+    second = "cuda" if first == "cpu" else "cpu"
+    spread = copy.deepcopy(model)
+    parts = [(layer, first if number < 3 else second) for number, layer in enumerate(spread.model.layers)]
+    inner = spread.model
+    parts += [(inner.embed_tokens, first), (inner.rotary_emb, first), (inner.norm, second), (spread.lm_head, second)]
+    for module, device in parts:
+        module.to(device)
+        hook = AlignDevicesHook(torch.device(device, 0) if device == "cuda" else device, skip_keys=["past_key_values"])
+        add_hook_to_module(module, hook)
+    spread.hf_device_map = {"model": 0, "lm_head": 1}  # as accelerate notes it
+    ids, mask, _ = left_padded((24, 16), 24)
+    for padding in (mask, None):
+        caches = [pod.PodCache(model.config) for _ in range(2)]
+        logits = []
+        for one, cache, device in ((model, caches[0], "cpu"), (spread, caches[1], first)):
+            with torch.no_grad():
+                options = {} if padding is None else {"attention_mask": padding.to(device)}
+                new = [one(ids.to(device), past_key_values=cache, **options).logits]
+                for token in (*range(6), [1, 2, 3]):  # steps, then a chunk
+                    part = torch.tensor(token).view(1, -1).expand(2, -1)
+                    new.append(one(part.to(device), past_key_values=cache).logits)
+                cache.crop(-2)
+                cache.reorder_cache(torch.tensor([1, 0]))
+                new.append(one(torch.full((2, 1), 7).to(device), past_key_values=cache).logits)
+            logits.append([plain(part) for part in new])
+        for found, expected in zip(logits[1], logits[0], strict=True):
+            torch.testing.assert_close(found, expected)
+        held = [layer.values.data.device.type for layer in caches[1]._storage.layers]
+        assert held == [first] * 3 + [second]
+        assert caches[1].nbytes() == caches[0].nbytes()
+        assert torch.equal(plain(caches[1].positions(3)), caches[0].positions(3))
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(ids, attention_mask=mask, **options)
+    assert torch.equal(plain(spread.generate(ids.to(first), attention_mask=mask.to(first), **options)), expected)
+    without = [plain(one(ids.to(device), use_cache=False).logits) for one, device in ((model, "cpu"), (spread, first))]
+    torch.testing.assert_close(*without)
+    cache = pod.PodCache(model.config)
+    model(ids, past_key_values=cache)
+    with pytest.raises(ValueError, match=r"layer \d computes on cuda:0, and the cache holds its tokens on cpu"):
+        spread(ids[:, :1].to(first), past_key_values=cache)
