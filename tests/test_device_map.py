@@ -146,3 +146,11 @@ def test_weights_on_two_places_of_one_device_answer_as_ever(share, tmp_path):
     assert torch.equal(
         loaded.generate(tokens(2, 29), **options), copy.deepcopy(model).generate(tokens(2, 29), **options)
     )
+
+
+def test_load_takes_a_device_map(tmp_path):
+    model = model_of()
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"layer 1 on 0 and layer 2 on 1"):
+        pod.load(tmp_path, device_map=computed(model, 1))
+    assert pod.load(tmp_path, device_map={"": "cpu"}).device.type == "cpu"

@@ -23,7 +23,7 @@ from pod.model.inputs import (
 )
 from pod.model.layer import Anchors
 from pod.model.offload import kept_on_cpu
-from pod.model.placement import GivenMap, check_borders, check_spread_cache, layer_devices, place
+from pod.model.placement import GivenMap, check_borders, check_spread_cache, current, layer_devices, place
 from pod.model.sequence_parallel import SequenceShard
 
 CHANGING_ROPES = ("dynamic", "longrope")  # kinds of RoPE scaling whose frequencies depend on the longest position
@@ -262,8 +262,7 @@ class PodModel(Capabilities):
             for number, layer in enumerate(self.layers):
                 if output_hidden_states:
                     all_states.append(states[0])
-                # accelerate moves what a layer is given; Triton starts its kernels on the current device.
-                with nullcontext() if devices is None else torch.cuda.device(devices[number]):
+                with current(devices and devices[number]):  # accelerate has moved what the layer is given
                     states = layer(
                         *states,
                         position_embeddings=position_embeddings,

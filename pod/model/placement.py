@@ -6,6 +6,7 @@ blocks of all KV heads (`Layout.borders`). A map that a caller wrote is checked;
 """
 
 from collections.abc import Iterable, Mapping, MutableMapping
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -76,6 +77,11 @@ def layer_devices(layers: Iterable[torch.nn.Module]) -> list[torch.device] | Non
     """Where accelerate runs each layer; None where there is one device."""
     devices = [_runs_on(layer) for layer in layers]
     return devices if len(set(devices)) > 1 else None
+
+
+def current(device: torch.device | None) -> AbstractContextManager:
+    """The device is CUDA's current one inside, on which Triton starts kernels; nothing changes for None and the CPU."""
+    return nullcontext() if device is None or device.type != "cuda" else torch.cuda.device(device)
 
 
 def check_spread_cache(cache: PodCache) -> None:
