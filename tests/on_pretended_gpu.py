@@ -358,7 +358,7 @@ def test_device_map_of_window_attention():
 
 
 def test_device_map_waits():
-    """A step copies what the second device's layers need, once, which between two GPUs waits for nobody, and no more."""
+    """A step copies once what the second device needs, which between two GPUs waits for nobody, and no more."""
     model, _ = models()
     spread, ids = on_two_devices(model, "cuda"), left_padded((24, 16), 24)[0].to("cuda")
     cache = pod.PodCache(model.config, max_length=64)
