@@ -23,7 +23,7 @@ from pod.model.inputs import (
 )
 from pod.model.layer import Anchors
 from pod.model.offload import kept_on_cpu
-from pod.model.placement import GivenMap, check_borders, check_spread_cache, current, layer_devices, place
+from pod.model.placement import GivenMap, check_spread_cache, current, layer_devices, place
 from pod.model.sequence_parallel import SequenceShard
 
 CHANGING_ROPES = ("dynamic", "longrope")  # kinds of RoPE scaling whose frequencies depend on the longest position
@@ -140,9 +140,7 @@ class PodModel(Capabilities):
         Raises:
             ValueError: an argument that PoD does not support, by name and with the remedy.
         """
-        devices = layer_devices(self.layers) if hasattr(self.layers[0], "_hf_hook") else None
-        if devices is not None:
-            check_borders(devices, self.config.blocks)
+        devices = layer_devices(self) if hasattr(self.layers[0], "_hf_hook") else None
         if [vars(self.config)[name] for name in FIXED] != self._made_by:
             self.config.check_unchanged(self._made_by, "the model")
         if (input_ids is None) == (inputs_embeds is None):

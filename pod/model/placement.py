@@ -73,10 +73,17 @@ def place(model: PreTrainedModel, device_map: MutableMapping[str, Any]) -> None:
     device_map.update(zip(names, moved, strict=True))
 
 
-def layer_devices(layers: Iterable[torch.nn.Module]) -> list[torch.device] | None:
-    """Where accelerate runs each layer; None where there is one device."""
-    devices = [_runs_on(layer) for layer in layers]
-    return devices if len(set(devices)) > 1 else None
+def layer_devices(model: PreTrainedModel) -> list[torch.device] | None:
+    """Where accelerate runs each layer of a decoder stack; None where there is one device.
+
+    Raises:
+        ValueError: between two of them a block is cut.
+    """
+    devices = [_runs_on(layer) for layer in model.layers]
+    if len(set(devices)) < 2:
+        return None
+    check_borders(devices, model.config.blocks)
+    return devices
 
 
 def current(device: torch.device | None) -> AbstractContextManager:
