@@ -78,6 +78,11 @@ class Layout:
     units: tuple[tuple[Unit, ...], ...]
     places: dict[Unit, int]
 
+    @property
+    def borders(self) -> list[int]:
+        """The layers, but the last, in which the blocks of all KV heads end: what follows may lie on another device."""
+        return [layer for layer, ends in enumerate(self.ends[:-1]) if all(ends)]
+
     def column(self, head: int) -> list[int]:
         """The anchors of a KV head's layers, from the lowest up, those left out in which it streams."""
         return [row[head] for row in self.anchors if row[head] != STREAMS]

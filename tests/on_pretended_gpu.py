@@ -286,3 +286,87 @@ def test_steps_over_fixed_slots_wait_for_nothing(method, backend, request):
 
     with_backend(backend, run)
     assert ("_append" in kernels) == (backend == "fused")
+
+
+# A model on two devices: operations on tensors of both are refused by the pretended GPU
+
+
+def on_two_devices(model, first):
+    """A copy, hooked as accelerate does: layers 0 to 2 on the first device, the last on the other."""
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    second = "cuda" if first == "cpu" else "cpu"
+    spread = copy.deepcopy(model)
+    parts = [(layer, first if number < 3 else second) for number, layer in enumerate(spread.model.layers)]
+    inner = spread.model
+    parts += [(inner.embed_tokens, first), (inner.rotary_emb, first), (inner.norm, second), (spread.lm_head, second)]
+    for module, device in parts:
+        module.to(device)
+        hook = AlignDevicesHook(torch.device(device, 0) if device == "cuda" else device, skip_keys=["past_key_values"])
+        add_hook_to_module(module, hook)
+    spread.hf_device_map = {"model": 0, "lm_head": 1}  # as accelerate notes it
+    return spread
+
+
+@pytest.mark.parametrize("share", ["scores", "keys", "kv", "streams"])
+@pytest.mark.parametrize("first", ["cpu", "cuda"])
+def test_device_map(share, first):
+    """What is generated is what one device generates, and each layer's tokens lie on its own."""
+    model, _ = models(share="scores" if share == "streams" else share)
+    if share == "streams":
+        model = pod.convert(model, pod.LayerBlocks([[0, -1], [0, 1], [0, 1], [3, -1]]), sink_size=2, recent_size=5)
+    spread = on_two_devices(model, first)
+    ids, mask, _ = left_padded((24, 16), 24)
+    for padding in (mask, None):
+        caches = [pod.PodCache(model.config) for _ in range(2)]
+        logits = []
+        for one, cache, device in ((model, caches[0], "cpu"), (spread, caches[1], first)):
+            with torch.no_grad():
+                options = {} if padding is None else {"attention_mask": padding.to(device)}
+                new = [one(ids.to(device), past_key_values=cache, **options).logits]
+                for token in (*range(6), [1, 2, 3]):  # steps, then a chunk
+                    part = torch.tensor(token).view(1, -1).expand(2, -1)
+                    new.append(one(part.to(device), past_key_values=cache).logits)
+                cache.crop(-2)
+                cache.reorder_cache(torch.tensor([1, 0]))
+                new.append(one(torch.full((2, 1), 7).to(device), past_key_values=cache).logits)
+            logits.append([plain(part) for part in new])
+        for found, expected in zip(logits[1], logits[0], strict=True):
+            torch.testing.assert_close(found, expected)
+        held = [layer.values.data.device.type for layer in caches[1]._storage.layers]
+        assert held == [first] * 3 + ["cuda" if first == "cpu" else "cpu"]
+        assert caches[1].nbytes() == caches[0].nbytes()
+        assert torch.equal(plain(caches[1].positions(3)), caches[0].positions(3))
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(ids, attention_mask=mask, **options)
+    assert torch.equal(plain(spread.generate(ids.to(first), attention_mask=mask.to(first), **options)), expected)
+    without = [plain(one(ids.to(device), use_cache=False).logits) for one, device in ((model, "cpu"), (spread, first))]
+    torch.testing.assert_close(*without)
+    cache = pod.PodCache(model.config)
+    model(ids, past_key_values=cache)
+    with pytest.raises(ValueError, match=r"layer \d computes on cuda:0, and the cache holds its tokens on cpu"):
+        spread(ids[:, :1].to(first), past_key_values=cache)
+
+
+def test_device_map_of_window_attention():
+    model, _ = models(share="window")
+    spread, ids = on_two_devices(model, "cuda"), left_padded((24, 16), 24)[0]
+    found = spread(ids.to("cuda"), use_cache=False).logits
+    torch.testing.assert_close(plain(found), model(ids, use_cache=False).logits)
+    with pytest.raises(ValueError, match="the cache of share='window' works on one device, .*pass use_cache=False"):
+        spread(ids.to("cuda"))
+
+
+def test_device_map_waits():
+    """A step copies once what the second device needs, which between two GPUs waits for nobody, and no more."""
+    model, _ = models()
+    spread, ids = on_two_devices(model, "cuda"), left_padded((24, 16), 24)[0].to("cuda")
+    cache = pod.PodCache(model.config, max_length=64)
+    with torch.no_grad():
+        for part in (ids, ids[:, :1], ids[:, :1]):
+            WAITS.clear()
+            spread(part, past_key_values=cache)
+    assert WAITS and {what for what, _ in WAITS} == {"a copy to cpu"}
+    ours = [where for _, where in WAITS if "states = layer(" not in where and "operations.py" not in where]
+    assert len(WAITS) <= 8  # the rest are accelerate's: hidden states and angles for the layer, and for norm and head
+    assert len(ours) == 2 and all(where.startswith("storage.py") for where in ours), ours  # positions, and before

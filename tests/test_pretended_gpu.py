@@ -30,10 +30,15 @@ def run_on_pretended_gpu(chosen: str) -> None:
 
 @pytest.mark.slow
 def test_attention_and_training():
-    run_on_pretended_gpu("not generate and not fused")
+    run_on_pretended_gpu("not generate and not fused and not device_map")
 
 
 @pytest.mark.slow
 def test_generating():
     pytest.importorskip("triton")
     run_on_pretended_gpu("generate or fused")
+
+
+@pytest.mark.slow
+def test_a_model_on_two_devices():
+    run_on_pretended_gpu("device_map")

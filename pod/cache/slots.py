@@ -234,7 +234,7 @@ class SlotStorage(Storage):
 
     def select_rows(self, rows: Tensor) -> None:
         for _, layer in self._stored():
-            layer.select_rows(rows)
+            layer.select_rows(rows.to(layer.near_keys.device))
         self.tables = {anchor: table.of_rows(rows) for anchor, table in self.tables.items()}
         self.workspace = None
         if self.decision is not None:
@@ -403,6 +403,13 @@ class SlotStorage(Storage):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, anchors: Anchors, scale: float) -> Tensor:
         if self.by_kernels is None:
             self.by_kernels = runs_triton(v)
+        if self.step.positions.device != q.device:  # the layers of a model on several devices
+            self.step = self.step.on(q.device)
+            if self.layers[layer] is not None and self.layers[layer].near_keys.device != q.device:
+                raise ValueError(
+                    f"layer {layer} computes on {q.device}, and the cache holds its tokens on "
+                    f"{self.layers[layer].near_keys.device}: call cache.reset() and feed the whole text again"
+                )
         step, num_anchors, decision = self.step, self.num_anchors[layer], self.decision
         streams = self.streams[layer]
         acts = self.acts and num_anchors > 0

@@ -66,6 +66,7 @@ class Step:
     masks: Masks = field(default_factory=dict)
     read: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     _near: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _by_device: dict[torch.device, "Step"] = field(default_factory=dict)  # the same one for all of them
 
     @cached_property
     def length(self) -> int:
@@ -111,7 +112,17 @@ class Step:
     def of_rows(self, rows: slice) -> "Step":
         """The same of some rows."""
         parts = {name: getattr(self, name)[rows] for name in ("positions", "before", "seen", "new")}
-        return replace(self, **parts, masks={}, read={}, _near={})
+        return replace(self, **parts, masks={}, read={}, _near={}, _by_device={})
+
+    def on(self, device: torch.device) -> "Step":
+        """The same for layers on another device, copied there once in a forward."""
+        if self.positions.device == device:
+            return self
+        self._by_device[self.positions.device] = self
+        if device not in self._by_device:
+            parts = {name: getattr(self, name).to(device) for name in ("positions", "before")}
+            self._by_device[device] = replace(self, **parts, masks={}, read={}, _near={})
+        return self._by_device[device]
 
 
 @dataclass
@@ -233,6 +244,7 @@ class Rows:
 
     def add(self, step: Step) -> None:
         """Count what a forward has added."""
+        step = step.on(self.lengths.device)
         self.lengths.copy_(torch.maximum(step.before, step.positions.amax(dim=1) + 1))
         self.count(step.new, step.positions.shape[1])
 

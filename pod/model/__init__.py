@@ -3,6 +3,7 @@
 config.py             PodLlamaConfig, PodMistralConfig, PodPhi3Config, PodQwen2Config, PodQwen3Config
 layer.py              one decoder layer for all families: attention with running anchors
 inputs.py             padding and packed documents read off a call; what is refused
+placement.py          a model on several devices: device maps that cut no block
 offload.py            activations kept in the CPU's memory
 decoder.py            the decoder stack and the causal LM, mixed into every family's
 families.py           the families' classes; convert

@@ -28,7 +28,12 @@ FILES = ("adapter_config.json", "adapter_model.safetensors", "blocks.json")
 FIELDS = {"sink_size": int, "recent_size": int, "share": str}
 
 
-def load(path: str | Path, adapter: str | Path | None = None, dtype: str | torch.dtype = "auto") -> PreTrainedModel:
+def load(
+    path: str | Path,
+    adapter: str | Path | None = None,
+    dtype: str | torch.dtype = "auto",
+    device_map: str | dict[str, Any] | None = None,
+) -> PreTrainedModel:
     """A causal LM by name, in evaluation mode; with an adapter, the PoD model that it was trained for.
 
     Args:
@@ -36,14 +41,16 @@ def load(path: str | Path, adapter: str | Path | None = None, dtype: str | torch
         adapter: a folder as above. Its matrices are added to the weights once, so the model is as quick as any other.
         dtype: of the weights; "auto" is what they are stored in. Sums with an adapter are rounded to it: float32
             where its results are to be those of the training.
+        device_map: as transformers takes it; "auto" spreads an export over several GPUs (docs/GENERATE.md).
 
     Raises:
         FileNotFoundError: there is no such model or adapter.
         ImportError: the package peft is missing, or gguf for a GGUF file.
-        ValueError: something is damaged or missing; the adapter is of another model.
+        ValueError: something is damaged or missing; the adapter is of another model; the device_map cuts a block, or
+            spreads out what gets an adapter.
     """
     with opening(path):
-        model = load_causal_lm(path, dtype=dtype).eval()
+        model = load_causal_lm(path, dtype=dtype, device_map=device_map).eval()
     return model if adapter is None else _adapted(model, Path(adapter))
 
 

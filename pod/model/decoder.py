@@ -15,7 +15,6 @@ from pod.cache import PodCache
 from pod.model.graph import StepGraphs, step_graphs
 from pod.model.inputs import (
     check_cache,
-    check_devices,
     check_supported,
     check_tokens,
     documents_of,
@@ -24,6 +23,7 @@ from pod.model.inputs import (
 )
 from pod.model.layer import Anchors
 from pod.model.offload import kept_on_cpu
+from pod.model.placement import GivenMap, check_spread_cache, current, layer_devices, place
 from pod.model.sequence_parallel import SequenceShard
 
 CHANGING_ROPES = ("dynamic", "longrope")  # kinds of RoPE scaling whose frequencies depend on the longest position
@@ -51,6 +51,20 @@ class Capabilities:
                 stacklevel=2,
             )
         return "eager"
+
+    @classmethod
+    def from_pretrained(cls, *args, device_map=None, **kwargs) -> PreTrainedModel:
+        """transformers' `from_pretrained`; whole blocks lie on one device (`pod.model.placement`)."""
+        if isinstance(device_map, dict):
+            device_map = GivenMap(device_map)
+        return super().from_pretrained(*args, device_map=device_map, **kwargs)
+
+    @staticmethod
+    def _load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs):
+        # Here the map is known and nothing is loaded yet; what dispatches the model later has the same object.
+        if load_config.device_map is not None:
+            place(model, load_config.device_map)
+        return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
 
     def set_attn_implementation(self, attn_implementation: str, *args, **kwargs) -> None:
         """Changes nothing, and says so: see `_check_and_adjust_attn_implementation`."""
@@ -87,6 +101,7 @@ class PodModel(Capabilities):
             layer.self_attn.__class__ = self.pod_attention
             layer.self_attn.plan(self.config.blocks)
         self._made_by = copy.deepcopy(self.config.fixed())
+        self._no_split_modules = {self.pod_layer.__name__}
 
     def forward(
         self,
@@ -125,8 +140,7 @@ class PodModel(Capabilities):
         Raises:
             ValueError: an argument that PoD does not support, by name and with the remedy.
         """
-        if len(getattr(self, "hf_device_map", ())) > 1:
-            check_devices(self)
+        devices = layer_devices(self) if hasattr(self.layers[0], "_hf_hook") else None
         if [vars(self.config)[name] for name in FIXED] != self._made_by:
             self.config.check_unchanged(self._made_by, "the model")
         if (input_ids is None) == (inputs_embeds is None):
@@ -165,6 +179,8 @@ class PodModel(Capabilities):
                 check_cache(past_key_values, self.training)
             if document_ids is not None:
                 raise ValueError("document_ids are for training without a cache: pass use_cache=False")
+            if devices is not None:
+                check_spread_cache(past_key_values)
         seen = past_key_values.get_seq_length() if past_key_values is not None else 0
         mask = None if attention_mask is None else token_mask(attention_mask, batch, seen, count)
         lengths = None
@@ -185,7 +201,7 @@ class PodModel(Capabilities):
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         kwargs = {"past_key_values": past_key_values, "lengths": lengths, "document_ids": document_ids}
-        kwargs |= {"sequence": sequence, "unshared": unshared}
+        kwargs |= {"sequence": sequence, "unshared": unshared, "devices": devices}
         pieces = [(None, None)] if past_key_values is None else past_key_values.open(inputs_embeds, mask)
         all_states = []
         for columns, is_real in pieces:
@@ -219,6 +235,7 @@ class PodModel(Capabilities):
         document_ids: Tensor | None,
         sequence: SequenceShard | None,
         unshared: bool,
+        devices: list[torch.device] | None,
     ) -> list[Tensor]:
         """Run all layers once: every layer's input where these are wanted, then the normed output, [B, T, hidden]."""
         if past_key_values is not None:
@@ -240,18 +257,19 @@ class PodModel(Capabilities):
         all_states = []
         offloads = self.gradient_checkpointing and self.training and self.offload_checkpoints
         with kept_on_cpu() if offloads else nullcontext():
-            for layer in self.layers:
+            for number, layer in enumerate(self.layers):
                 if output_hidden_states:
                     all_states.append(states[0])
-                states = layer(
-                    *states,
-                    position_embeddings=position_embeddings,
-                    past_key_values=past_key_values,
-                    lengths=lengths,
-                    document_ids=document_ids,
-                    sequence=sequence,
-                    unshared=unshared,
-                )
+                with current(devices and devices[number]):  # accelerate has moved what the layer is given
+                    states = layer(
+                        *states,
+                        position_embeddings=position_embeddings,
+                        past_key_values=past_key_values,
+                        lengths=lengths,
+                        document_ids=document_ids,
+                        sequence=sequence,
+                        unshared=unshared,
+                    )
         if past_key_values is not None:
             past_key_values.finish()
         return [*all_states, self.norm(states[0])]
@@ -272,6 +290,7 @@ class PodForCausalLM(Capabilities):
         super().__init__(config)
         self.model.__class__ = self.pod_base
         self.model.become_pod()
+        self.pod_layer, self._no_split_modules = self.pod_base.pod_layer, self.model._no_split_modules
 
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
@@ -323,6 +342,10 @@ class PodForCausalLM(Capabilities):
 
     def _step_by_graph(self, input_ids: Tensor, position_ids: Tensor | None, cache: PodCache) -> Tensor | None:
         """Logits of one step of `generate`, None where it has to run as it is."""
+        if (
+            len(set(getattr(self, "hf_device_map", {}).values())) > 1
+        ):  # a graph is of one device, with its weights there
+            return None
         if self._graphs is None or self._graphs.cache is not cache:
 
             def step(tokens: Tensor, positions: Tensor) -> Tensor:
@@ -391,8 +414,6 @@ class PodForCausalLM(Capabilities):
         The arguments are spelled out because `generate` reads them off the signature: what it does not find there
         (attention_mask, position_ids, logits_to_keep) it would not pass.
         """
-        if len(getattr(self, "hf_device_map", ())) > 1:
-            check_devices(self)
         if labels is not None and kwargs.get("sequence") is not None:
             raise ValueError("a rank has the logits of its own tokens only: leave labels out, and sum over the ranks")
         is_step = self._in_generate and input_ids is not None and input_ids.shape[1] == 1 and not self.training

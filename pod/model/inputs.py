@@ -9,13 +9,13 @@ from pod.cache.storage import left_padded
 
 
 def check_devices(model: PreTrainedModel) -> None:
-    """Refuse a model that a device_map has spread out."""
+    """Refuse to convert a model that a device_map has spread out: the hooks that move its tensors stay with it."""
     devices = set(getattr(model, "hf_device_map", {}).values())
     if len(devices) > 1:
         raise ValueError(
-            f"the model lies on several devices ({', '.join(sorted(map(str, devices)))}): the layers of a block share "
-            "keys, and no device_map keeps them together. Load it with device_map={'': 0} (or {'': 'disk'}, which "
-            "runs on one device), or use ZeRO-3 to train it."
+            f"the model lies on several devices ({', '.join(sorted(map(str, devices)))}): load it with "
+            "device_map={'': 0} or without one, convert it and save it (save_pretrained); what was saved loads with "
+            "device_map='auto'"
         )
 
 
