@@ -11,7 +11,7 @@ from torch import Tensor
 import pod
 from pod.blocks import STREAMS
 from pod.cache import streams
-from pod.eviction import CAKE, H2O, TOVA, AdaKV, PyramidKV, Quest, SnapKV, StreamingLLM
+from pod.eviction import CAKE, H2O, TOVA, AdaKV, Cascade, LMInfinite, PyramidKV, Quest, SnapKV, StreamingLLM
 from pod.model.memory import Inference
 from pod.model.shape import Shape
 from pod_kernels import composed
@@ -328,8 +328,9 @@ def test_generate_and_beams_go_on_where_the_whole_forward_does(family):
 
 def test_what_contradicts_heads_that_stream_is_refused_by_name():
     model = converted()
-    with pytest.raises(ValueError, match="StreamingLLM keeps tokens by their places"):
-        pod.PodCache(model.config, eviction=StreamingLLM(32))
+    for method in (StreamingLLM(32), LMInfinite(32), Cascade(32, sinks=4)):
+        with pytest.raises(ValueError, match=f"{type(method).__name__} keeps tokens by their places"):
+            pod.PodCache(model.config, eviction=method)
     with pytest.raises(ValueError, match="share='kv' cannot be combined with heads that stream"):
         converted(share="kv")
     with pytest.raises(ValueError, match="share='window' has no distant tokens"):

@@ -172,46 +172,38 @@ def check_shared(counts, sizes, share):
 
 @pytest.mark.parametrize("counts", QUERIES.values(), ids=QUERIES)
 def test_one_kind_of_pair_is_causal_attention(counts):
-    check_causal(counts)
+    check_one_kind(counts, window_only=False)
 
 
 @of_the_kernel
 @pytest.mark.parametrize("name", ["decode", "mixed"])
 def test_the_kernel_of_one_kind_of_pair_is_causal_attention(name, kernel):
-    check_causal(QUERIES[name])
+    check_one_kind(QUERIES[name], window_only=False)
 
 
-def check_causal(counts):
+def check_one_kind(counts, *, window_only):
+    """One set of keys, in blocks beside the values: attention to the window alone, or causal attention."""
     requests = problem()
     for one in requests:
         del one["q_distant"], one["k_distant"]
-    both = in_blocks([torch.cat([one["v"], one["k"]]) for one in requests], seed=1)
+    keep = (3, 5, counts) if window_only else None
+    both = in_blocks([torch.cat([one["v"], one["k"]]) for one in requests], seed=1, keep=keep)
     keys, values = of_all_heads(both, KV_HEADS), of_all_heads(both)
+    near_and_distant = (keys, None) if window_only else (None, keys)
     sizes = {"sink_size": 3, "recent_size": 5, "scale": 0.3}
-    out = block_table_attention(last(requests, "q", counts), None, None, keys, values, tiles_of(counts), **sizes)
-    torch.testing.assert_close(out, expected(requests, counts, **sizes), rtol=1e-5, atol=2e-6)
+    out = block_table_attention(last(requests, "q", counts), None, *near_and_distant, values, tiles_of(counts), **sizes)
+    torch.testing.assert_close(out, expected(requests, counts, window_only=window_only, **sizes), rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("counts", QUERIES.values(), ids=QUERIES)
 def test_without_distant_keys_it_is_window_attention(counts):
-    check_window(counts)
+    check_one_kind(counts, window_only=True)
 
 
 @of_the_kernel
 @pytest.mark.parametrize("name", ["decode", "mixed"])
 def test_the_kernel_without_distant_keys_is_window_attention(name, kernel):
-    check_window(QUERIES[name])
-
-
-def check_window(counts):
-    requests = problem()
-    for one in requests:
-        del one["q_distant"], one["k_distant"]
-    both = in_blocks([torch.cat([one["v"], one["k"]]) for one in requests], seed=1, keep=(3, 5, counts))
-    keys, values = of_all_heads(both, KV_HEADS), of_all_heads(both)
-    sizes = {"sink_size": 3, "recent_size": 5, "scale": 0.3}
-    out = block_table_attention(last(requests, "q", counts), None, keys, None, values, tiles_of(counts), **sizes)
-    torch.testing.assert_close(out, expected(requests, counts, window_only=True, **sizes), rtol=1e-5, atol=2e-6)
+    check_one_kind(QUERIES[name], window_only=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
