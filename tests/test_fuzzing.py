@@ -191,6 +191,7 @@ NUMBERS = st.one_of(st.integers().map(str), st.floats().map(str), st.text(max_si
 @example("cascade:budget=64,sinks=64")
 @example(",+0")
 @example("0*")
+@example("=*")
 @example("cake*snapkv:budget=0.5,tau1=1e-5")
 def test_eviction_methods(text):
     try:

@@ -84,7 +84,7 @@ def parse(text: str) -> Method:
             budget, methods that cannot be combined.
     """
     name, _, settings = text.strip().partition(":")
-    methods = [_named(part.strip()) for part in name.split("*")]
+    methods = [_named(part.strip(), name) for part in name.split("*")]
     known = {one.name for method in methods for one in fields(method)}
     presets = {preset: values for method in methods for preset, values in getattr(method, "PRESETS", {}).items()}
     given: dict[str, str] = {}
@@ -125,9 +125,10 @@ def parse(text: str) -> Method:
         raise ValueError(f"{text!r}: {error}") from error
 
 
-def _named(name: str) -> type:
+def _named(name: str, text: str) -> type:
     if name.lower() not in METHODS:
-        raise ValueError(f"unknown eviction method {name!r}{_closest(name.lower(), METHODS)}")
+        where = "" if name == text else f" in {text!r}"
+        raise ValueError(f"unknown eviction method {name!r}{where}{_closest(name.lower(), METHODS)}")
     return METHODS[name.lower()]
 
 
