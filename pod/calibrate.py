@@ -32,19 +32,20 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from pod import calibration
 from pod.evaluation.models import load
 from pod.evaluation.texts import read_text
+from pod.eviction.base import ranks
 from pod.files import check_writable
-from pod.model.probe import Seen, watch
+from pod.model.probe import Meter, Seen, watch
+from pod.model.reconstruction import FIRST
 from pod.terminal import exit_status
 
 MEASUREMENTS = ("razor", "kvzip", "filters")
 REPEATS = 4  # of the random tokens
-REQUEST = "\n\nRepeat the previous context exactly."
 SINKS = 4  # first tokens whose weights say nothing
 BY_INDUCTION, BY_ECHO = 0.14, 0.01  # of all heads, RazorAttention's
 _QUERIES = 128  # whose weights are in memory at once
 
 
-class Repeats:
+class Repeats(Meter):
     """RazorAttention's echo and induction scores; a meter of `pod.model.probe.watch`.
 
     Args:
@@ -75,12 +76,6 @@ class Repeats:
         for sums, scores in ((echo, self.echo), (induction, self.induction)):
             scores.append((sums / len(self.queries)).amax(dim=1).cpu())
 
-    def leave(self, layer: int, hidden_states: Tensor) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
-
     def result(self) -> dict[str, Tensor]:
         """`echo`, `induction` and `razor`, [L, H_kv] each."""
         echo, induction = torch.stack(self.echo).float(), torch.stack(self.induction).float()
@@ -101,11 +96,11 @@ def razor_order(echo: Tensor, induction: Tensor) -> Tensor:
     """
     reached = []
     for scores, share in ((induction, BY_INDUCTION), (echo, BY_ECHO)):
-        reached.append((_ranks(-scores.flatten()) + 1) / share)
-    return (1 - _ranks(torch.minimum(*reached)) / echo.numel()).view(echo.shape).float()
+        reached.append((ranks(-scores.flatten()) + 1) / share)
+    return (1 - ranks(torch.minimum(*reached)) / echo.numel()).view(echo.shape).float()
 
 
-class Reconstruction:
+class Reconstruction(Meter):
     """KVzip's score of each head, its largest over a text's tokens; a meter of `pod.model.probe.watch`.
 
     Args:
@@ -126,18 +121,12 @@ class Reconstruction:
             best.append(_weights(seen, at)[..., SINKS : self.size].amax(dim=(1, 2, 3)))
         self.scores.append(torch.stack(best).amax(dim=0).cpu())
 
-    def leave(self, layer: int, hidden_states: Tensor) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
-
     def result(self) -> dict[str, Tensor]:
         """`kvzip` [L, H_kv]."""
         return {"kvzip": torch.stack(self.scores).float()}
 
 
-class Directions:
+class Directions(Meter):
     """Q-Filters' filters; a meter of `pod.model.probe.watch`.
 
     Args:
@@ -158,12 +147,6 @@ class Directions:
     def enter(self, layer: int, seen: Seen) -> None:
         states = seen.project("q", self.at.to(seen.hidden_states.device))
         self.queries[layer].append(states.unflatten(0, (_kv_heads(seen), -1)).cpu())
-
-    def leave(self, layer: int, hidden_states: Tensor) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
 
     def result(self) -> dict[str, Tensor]:
         """`filters` [L, H_kv, D]."""
@@ -236,7 +219,7 @@ def calibrate(
         raise ValueError("kvzip and filters are measured on a text: give one, or measure razor alone")
     ids = torch.tensor([tokenizer(text, add_special_tokens=False).input_ids])
     if "kvzip" in measure:
-        request = torch.tensor([tokenizer(REQUEST, add_special_tokens=False).input_ids])
+        request = torch.tensor([tokenizer(FIRST, add_special_tokens=False).input_ids])
         size = min(length, ids.shape[1], (most - request.shape[1]) // 2)
         if size <= SINKS:
             raise ValueError(f"kvzip needs a text of more than {SINKS} tokens and room to repeat it, got {size}")
@@ -263,12 +246,6 @@ def _weights(seen: Seen, at: Tensor) -> Tensor:
     """[H_kv, G, q, T] attention weights of the queries at positions `at` [q], which are in order."""
     logits = seen.logits(at, slice(None)).unflatten(1, (-1, len(at)))
     return logits.masked_fill_(torch.arange(logits.shape[-1], device=at.device) > at[:, None], -torch.inf).softmax(-1)
-
-
-def _ranks(values: Tensor) -> Tensor:
-    """[n] int64, 0 for the lowest; of equal values the first one's is lower."""
-    order = values.argsort(stable=True)
-    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
 @exit_status

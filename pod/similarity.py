@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from pod.extras import require
 from pod.files import replacing
-from pod.model.probe import Seen, watch
+from pod.model.probe import Meter, Seen, watch
 
 if TYPE_CHECKING:
     from pod.blocks import LayerBlocks
@@ -134,7 +134,7 @@ def sharing_damage(
     return meter.result()
 
 
-class Similarity:
+class Similarity(Meter):
     """`attention_similarity` as a meter of `pod.model.probe.watch`; its arguments are explained there."""
 
     def __init__(
@@ -167,9 +167,6 @@ class Similarity:
             self.rows = logits.new_empty(self.layers, *logits.shape)
         self.rows[layer].copy_(logits.softmax(-1))
 
-    def leave(self, layer: int, hidden_states: Tensor) -> None:
-        pass
-
     def end(self) -> None:
         sums = _divergence_sums(self.rows)
         self.num_rows += self.rows.shape[2]
@@ -189,7 +186,7 @@ class Similarity:
         return similarity
 
 
-class Damage:
+class Damage(Meter):
     """`sharing_damage` as a meter of `pod.model.probe.watch`; its arguments are explained there.
 
     A softmax over proximal and distant logits is the two softmaxes merged by their log-sum-exp, and an anchor's distant

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 import pod
 from pod import calibration
 from pod.calibrate import REPEATS, SINKS, calibrate, first_directions, main, razor_order
+from pod.model.reconstruction import FIRST
 
 TEXT = "".join(chr(97 + (i * i + 3 * i) % 26) for i in range(300))
 
@@ -72,7 +73,7 @@ def test_heads_are_ordered_as_razor_attention_takes_them():
 def test_the_kvzip_score_is_the_largest_weight_of_the_repetition(model):
     stock, tokenizer, _ = model
     found, _ = calibrate(stock, tokenizer, TEXT, ["kvzip"], length=50, progress=False)
-    text, request = (tokenizer(part, add_special_tokens=False).input_ids for part in (TEXT, pod.calibrate.REQUEST))
+    text, request = (tokenizer(part, add_special_tokens=False).input_ids for part in (TEXT, FIRST))
     ids = torch.tensor([text[:50] + request + text[:50]])
     for layer, weights in enumerate(weights_of(stock, ids)):
         for head in range(2):

@@ -11,7 +11,7 @@ Legend: B rows, A units anchored in a layer, G query heads per KV head, T querie
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -332,8 +332,8 @@ class Decision:
         table.targets = self._targets(table.held, table.budgets)
 
     def _in_slots(self, layer: int, width: int) -> Stored:
-        values = partial(self.storage.values, layer)
-        return self._stored(layer, partial(self.storage.keys, layer), lambda: values()[:, :, :width])
+        storage = self.storage
+        return self._stored(layer, lambda: storage.keys(layer), lambda: storage.values(layer)[:, :, :width])
 
     def _stored(self, layer: int, keys: Callable[[], Tensor], values: Callable[[], Tensor]) -> Stored:
         heads = list(self.storage.orders[layer][: self.storage.num_anchors[layer]])

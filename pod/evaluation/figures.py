@@ -34,7 +34,7 @@ from pod.evaluation.texts import given_texts, stretches, token_ids
 from pod.eviction import CAKE, Observation
 from pod.files import check_writable
 from pod.model.families import convert
-from pod.model.probe import Seen, watch
+from pod.model.probe import Meter, Seen, watch
 from pod.model.weights import weights_hash
 from pod.terminal import exit_status
 
@@ -50,7 +50,7 @@ MAX_NEW_TOKENS = 12
 _RELATED = "Somewhere above a pass key was stated, a number of five digits that you were asked to remember. "
 
 
-class Attention:
+class Attention(Meter):
     """A meter of `pod.model.probe.watch`: attention of some layers, and CAKE's H and V of all.
 
     Args:
@@ -89,12 +89,6 @@ class Attention:
         last = weights[:, :, :, -self.cake.window :]
         found = self.cake.dispersion_and_shift(Observation(last, positions, at[-1:], in_order=True, decoding=False))
         self.dynamics[-1].append(tuple(float(one) for one in found))
-
-    def leave(self, layer: int, hidden_states: Tensor) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
 
 
 def sinks_of(proximal: int) -> int:

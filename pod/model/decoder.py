@@ -342,9 +342,8 @@ class PodForCausalLM(Capabilities):
 
     def _step_by_graph(self, input_ids: Tensor, position_ids: Tensor | None, cache: PodCache) -> Tensor | None:
         """Logits of one step of `generate`, None where it has to run as it is."""
-        if (
-            len(set(getattr(self, "hf_device_map", {}).values())) > 1
-        ):  # a graph is of one device, with its weights there
+        # A graph is of one device, and its weights lie there.
+        if len(set(getattr(self, "hf_device_map", {}).values())) > 1:
             return None
         if self._graphs is None or self._graphs.cache is not cache:
 

@@ -62,7 +62,10 @@ class Seen:
 
 
 class Meter(Protocol):
-    """What `watch` tells of a model's layers. `wants_gradients` is read where it is there."""
+    """What `watch` tells of a model's layers; what a meter leaves out of it does nothing.
+
+    `wants_gradients` is read where it is there.
+    """
 
     def begin(self, length: int, layers: int) -> bool: ...
 
