@@ -29,8 +29,9 @@ from filelock import FileLock
 from tqdm.auto import tqdm
 
 from pod.evaluation.command import numbers
+from pod.evaluation.memory import read_config
 from pod.evaluation.report import markdown_table
-from pod.files import naming, read_json, write_text
+from pod.files import naming, write_text
 from pod.model.shape import Shape
 from pod.model.trial import EXACT, Trial
 from pod.recipe.loading import load_recipe
@@ -215,7 +216,7 @@ def main(arguments: list[str]) -> int:
         prog="python -m pod.autotune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("recipe", nargs="*", help="recipe=NAME and its keys: the shapes that it trains")
-    parser.add_argument("--ckpt", type=Path, help="an export: the shapes that it decodes and prefills")
+    parser.add_argument("--ckpt", help="an export: the shapes that it decodes and prefills")
     parser.add_argument("--lengths", type=numbers, help="tokens of whole sequences (1024,4096,16384,65536)")
     parser.add_argument("--dtype", choices=sorted(map(dispatch.name_of, EXACT)), help="of the model (its own)")
     parser.add_argument("--time-limit", type=float, default=300, help="seconds for a candidate (300)")
@@ -233,7 +234,7 @@ def main(arguments: list[str]) -> int:
         dtype = "bfloat16" if "bf16" in recipe.trainer.precision else recipe.model.dtype
         lengths = [recipe.data.sequence_length]
     else:
-        config = read_json(options.ckpt / "config.json")
+        config = read_config(options.ckpt, "--ckpt")
         shape, works, lengths = Shape.from_config(config), ("forward", "decode"), LENGTHS
         dtype = config.get("dtype") or "float32"
     if not torch.cuda.is_available():

@@ -31,7 +31,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pod import calibration
 from pod.evaluation.models import load
-from pod.evaluation.texts import read_text
+from pod.evaluation.texts import read_text, token_ids
 from pod.eviction.base import ranks
 from pod.files import check_writable
 from pod.model.probe import Meter, Seen, watch
@@ -197,12 +197,7 @@ def calibrate(
     Raises:
         ValueError: an unknown measurement, a number below 1, no text, or one that is too short.
     """
-    unknown = sorted(set(measure) - set(MEASUREMENTS))
-    if unknown or not measure:
-        raise ValueError(f"measurements are {', '.join(MEASUREMENTS)}; got {', '.join(unknown) or 'none'}")
-    for name, value in {"repeated": repeated, "length": length, "samples": samples, "queries": queries}.items():
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+    check(text, measure, repeated=repeated, length=length, samples=samples, queries=queries)
     config, tensors, made = model.config, {}, {}
     most = config.max_position_embeddings
     if "razor" in measure:
@@ -215,11 +210,9 @@ def calibrate(
         made |= {name: {"repeated": size, "repeats": REPEATS} for name in ("echo", "induction", "razor")}
     if set(measure) <= {"razor"}:
         return tensors, made
-    if not text:
-        raise ValueError("kvzip and filters are measured on a text: give one, or measure razor alone")
-    ids = torch.tensor([tokenizer(text, add_special_tokens=False).input_ids])
+    ids = token_ids(tokenizer, text)[None]
     if "kvzip" in measure:
-        request = torch.tensor([tokenizer(FIRST, add_special_tokens=False).input_ids])
+        request = token_ids(tokenizer, FIRST)[None]
         size = min(length, ids.shape[1], (most - request.shape[1]) // 2)
         if size <= SINKS:
             raise ValueError(f"kvzip needs a text of more than {SINKS} tokens and room to repeat it, got {size}")
@@ -236,6 +229,22 @@ def calibrate(
         tensors |= meter.result()
         made["filters"] = {"samples": len(parts), "tokens": size, "queries": min(size, meter.each) * len(parts)}
     return tensors, made
+
+
+def check(text: str | None, measure: Sequence[str], **sizes: int) -> None:
+    """Refuse what `calibrate` cannot measure, before a model is loaded for it.
+
+    Raises:
+        ValueError: an unknown measurement, a number below 1, no text where one is measured on.
+    """
+    unknown = sorted(set(measure) - set(MEASUREMENTS))
+    if unknown or not measure:
+        raise ValueError(f"measurements are {', '.join(MEASUREMENTS)}; got {', '.join(unknown) or 'none'}")
+    for name, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if not text and set(measure) - {"razor"}:
+        raise ValueError("kvzip and filters are measured on a text: give one (--text-file), or measure razor alone")
 
 
 def _kv_heads(seen: Seen) -> int:
@@ -262,9 +271,11 @@ def main(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     check_writable(options.out.parent)
     text = None if options.text_file is None else read_text(options.text_file, "--text-file")
-    model, tokenizer = load(options.ckpt)
     sizes = {name: getattr(options, name) for name in ("repeated", "length", "samples", "queries")}
-    tensors, made = calibrate(model, tokenizer, text, options.measure.split(","), **sizes)
+    measure = options.measure.split(",")
+    check(text, measure, **sizes)
+    model, tokenizer = load(options.ckpt)
+    tensors, made = calibrate(model, tokenizer, text, measure, **sizes)
     calibration.save(options.out, tensors, model.config, made)
     for name, how in made.items():
         shape = " x ".join(map(str, tensors[name].shape))

@@ -321,7 +321,7 @@ def test_two_processes_at_once(tmp_path):
     [
         ([], "name either --ckpt EXPORT or recipe=NAME"),
         (["recipe=tiny", "--ckpt", "x"], "name either --ckpt EXPORT or recipe=NAME"),
-        (["--ckpt", "nowhere"], "nowhere/config.json"),
+        (["--ckpt", "nowhere"], "--ckpt nowhere: there is no nowhere/config.json, and it is none of llama3-8b"),
         (["recipe=llama3-32k", "--lengths", "0"], "--lengths [0]: wanted numbers of tokens, 1 or more"),
         (["recipe=llama3-32k", "--time-limit", "0"], "--time-limit 0: wanted seconds, more than 0"),
     ],

@@ -156,6 +156,8 @@ def test_the_command_writes_what_methods_read(model, tmp_path, capsys):
 def test_what_cannot_be_measured_is_named(model, tmp_path, capsys, arguments, message):
     assert main(["--ckpt", str(model[2]), "--out", str(tmp_path / "a.safetensors"), *arguments]) == 2
     assert message in capsys.readouterr().err and not (tmp_path / "a.safetensors").exists()
+    main(["--ckpt", str(tmp_path / "absent"), "--out", str(tmp_path / "a.safetensors"), *arguments])
+    assert message in capsys.readouterr().err  # before a model is loaded
 
 
 def test_other_models_and_damaged_files_are_refused(model, tmp_path):

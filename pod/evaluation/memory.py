@@ -52,11 +52,11 @@ KINDS = ("weights", "cache", "prefill logits", "activations")
 POD_FIELDS = ("anchors", "sink_size", "recent_size", "share", "tau", "architectures", "model_type")
 
 
-def read_config(name: str) -> dict:
-    """The config of a model: a directory's, or that of a known model, also by its short name.
+def read_config(name: str, option: str) -> dict:
+    """The config of the model that a command-line option names: a directory's, or a known one's, also by its short name.
 
     Raises:
-        ValueError: neither, or a field of it is wrong; names the file.
+        ValueError: neither, or a field of it is wrong; names the option or the file.
     """
     file = Path(name) / "config.json"
     if file.is_file():
@@ -72,7 +72,7 @@ def read_config(name: str) -> dict:
         return config
     known = name if name in KNOWN_CONFIGS else SHORT_NAMES.get(name.lower())
     if known is None:
-        raise ValueError(f"--model {name}: no directory with a config.json, and none of {', '.join(SHORT_NAMES)}")
+        raise ValueError(f"{option} {name}: there is no {file}, and it is none of {', '.join(SHORT_NAMES)}")
     return dict(KNOWN_CONFIGS[known])
 
 
@@ -170,7 +170,7 @@ def evaluate(options: argparse.Namespace) -> dict:
     """
     if min(options.lengths) < 1 or options.output < 1:
         raise ValueError("--lengths and --output must be at least 1 token")
-    config = read_config(options.model)
+    config = read_config(options.model, "--model")
     memory, reserved = read_memory(options.memory)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     result: dict = {
