@@ -53,7 +53,7 @@ POD_FIELDS = ("anchors", "sink_size", "recent_size", "share", "tau", "architectu
 
 
 def read_config(name: str, option: str) -> dict:
-    """The config of the model that a command-line option names: a directory's, or a known one's, also by its short name.
+    """The config of the model that an option names: a directory's, or a known model's, also by its short name.
 
     Raises:
         ValueError: neither, or a field of it is wrong; names the option or the file.
