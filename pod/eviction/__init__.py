@@ -127,8 +127,8 @@ def parse(text: str) -> Method:
 
 def _named(name: str, text: str) -> type:
     if name.lower() not in METHODS:
-        where = "" if name == text else f" in {text!r}"
-        raise ValueError(f"unknown eviction method {name!r}{where}{_closest(name.lower(), METHODS)}")
+        where = "" if name == text else f" (in {text!r})"
+        raise ValueError(f"unknown eviction method {name!r}{_closest(name.lower(), METHODS)}{where}")
     return METHODS[name.lower()]
 
 
