@@ -13,6 +13,14 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+# Files of minutes, of which one begun last would leave the other workers idle.
+LONG = ("test_pretended_gpu", "test_strategy")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.stem not in LONG)
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
     torch.set_num_threads(1)
 
