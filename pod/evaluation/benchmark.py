@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from pod.evaluation import models, report, runner
 from pod.evaluation.command import add_ckpts, add_eviction, parser_of
+from pod.evaluation.intervals import ratio
 from pod.evaluation.lines import Fields, check_fields
 from pod.model.weights import weights_hash
 from pod.terminal import exit_status
@@ -88,6 +89,11 @@ class Benchmark(ABC):
         for name, value in scores.items():
             flat |= {f"{name} {part}": one for part, one in value.items()} if isinstance(value, dict) else {name: value}
         return flat | self.aggregate(scores)
+
+    def own_scores(self, name: str, rows: Sequence[Row]) -> list[float]:
+        """Each sample's score by itself, 0..100, of a set whose score is their mean; of another set, none."""
+        found = [self.score(name, [row]) for row in rows]
+        return [one for one in found if isinstance(one, int | float)]
 
     def finish(self, rows: dict[str, list[Row]], folder: Path) -> dict[str, Score]:
         """Score predictions, by set, and write what is found; returns the scores by set."""
@@ -210,7 +216,7 @@ def run(benchmark: Benchmark, options: argparse.Namespace) -> None:
             finished[variant.name if len(folders) == 1 else f"{out.name}, {variant.name}"] = folder
             if benchmark.weighs_cache and None not in predictions(folder, keys).values():
                 report.write_json(folder / "cache.json", weighed(variant, tokenizer, longest))
-    scores = {}
+    scores, samples = {}, {}
     for name, folder in finished.items():
         rows = predictions(folder, keys)
         if None in rows.values():
@@ -219,8 +225,10 @@ def run(benchmark: Benchmark, options: argparse.Namespace) -> None:
         if len(finished) > 1:
             print(f"\n{name}:")
         scores[name] = benchmark.finish(rows, folder)
+        if len(finished) > 1:
+            samples[name] = [score for one, found in rows.items() for score in benchmark.own_scores(one, found)]
     if len(scores) > 1:
-        compare(benchmark, scores, options.out, notes)
+        compare(benchmark, scores, samples, options.out, notes)
 
 
 def predictions(folder: Path, keys: dict[str, list[str]]) -> dict[str, list[Row] | None]:
@@ -236,11 +244,32 @@ def weighed(variant: models.Variant, tokenizer: PreTrainedTokenizerBase, longest
     return models.measured_saving(variant.model, torch.tensor([ids]), cache, question)
 
 
-def compare(benchmark: Benchmark, scores: dict[str, dict[str, Score]], out: Path, notes: Sequence[str]) -> None:
-    """Print the scores of several models and methods and write them to `comparison.md`; model and method -> set."""
+def compare(
+    benchmark: Benchmark,
+    scores: dict[str, dict[str, Score]],
+    samples: dict[str, list[float]],
+    out: Path,
+    notes: Sequence[str],
+) -> None:
+    """Print several models and methods side by side and write `comparison.md`.
+
+    The last line is the sum of all samples' own scores over the first column's: paired, with an interval of 95 %.
+
+    Args:
+        benchmark: that was run.
+        scores: model and method -> set -> score.
+        samples: model and method -> each sample's own score, in one order.
+        out: folder to write to.
+        notes: sentences above the table.
+    """
     columns = {name: benchmark.compared(found) for name, found in scores.items()}
     lines = [name for name in next(iter(columns.values())) if any(one[name] is not None for one in columns.values())]
     cells = [[f"{one[name]:.2f}" if one[name] is not None else "-" for one in columns.values()] for name in lines]
+    (first, theirs), *others = samples.items()
+    if sum(theirs) > 0:
+        lines.append(f"of {first}, {len(theirs)} samples [95 %]")
+        found = [ratio(ours, theirs) for _, ours in others]
+        cells.append(["1", *(f"{mean:.2f} [{low:.2f}, {high:.2f}]" for mean, low, high in found)])
     table = report.markdown_table(
         [benchmark.what, *columns], [[name, *row] for name, row in zip(lines, cells, strict=True)]
     )

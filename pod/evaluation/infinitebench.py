@@ -272,12 +272,15 @@ class InfiniteBench(Benchmark):
         return f"{name} has {self.room} positions: windows that end beyond them with the answer are lowered."
 
     def score(self, name: str, rows: Sequence[Row]) -> Score:
-        task = name.rpartition("-")[0]
-        found = [metrics.infinitebench(task, row["pred"], row["label"]) for row in rows]
-        percent = round(100 * sum(found) / len(found), 2)
-        if task not in HIDDEN:
+        found = self.own_scores(name, rows)
+        percent = round(sum(found) / len(found), 2)
+        if name.rpartition("-")[0] not in HIDDEN:
             return percent
         return {"score": percent, "ceiling": round(100 * sum(row["kept"] for row in rows) / len(rows), 2)}
+
+    def own_scores(self, name: str, rows: Sequence[Row]) -> list[float]:
+        task = name.rpartition("-")[0]
+        return [100 * metrics.infinitebench(task, row["pred"], row["label"]) for row in rows]
 
     def aggregate(self, scores: dict[str, Score]) -> dict[str, float | None]:
         cells = [one["score"] if isinstance(one, dict) else one for one in scores.values()]

@@ -93,6 +93,15 @@ def test_a_further_benchmark_is_what_it_says_of_itself(ckpt, tmp_path, capsys, m
     monkeypatch.setattr(runner, "_generate", None)
     assert main(arguments) == 0
     assert json.loads((out / "scores.json").read_text())["scores"]["plain"] == 100.0
+    # Sample by sample against the first column, only of sets whose score is their samples' mean.
+    (out / method.replace(":", "-") / "plain.jsonl").write_text(
+        "".join(json.dumps({"key": k, "pred": "ab"}) + "\n" for k in ("ab", "cd"))
+    )
+    assert main(arguments) == 0
+    last = (out / "comparison.md").read_text().splitlines()[-1]
+    assert [cell.strip() for cell in last.strip("|").split("|")] == [
+        "of none, 2 samples [95 %]", "1", "0.50 [0.00, 1.00]",
+    ]  # fmt: skip
     assert main([*arguments, "--words", "ef"]) == 2
     assert "predictions with words ['ab', 'cd'], now it is ['ef']" in capsys.readouterr().err
     assert main(arguments[2:]) == 2 and "--ckpt is missing" in capsys.readouterr().err
