@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 from transformers import AutoConfig, LlamaConfig
 
 import pod
@@ -83,17 +84,18 @@ def print_fits(lengths: list[int], pool: int, saving: float) -> None:
         print(f"| {length:,} | {dense:.2f} | {shared:.2f} | {shared / dense:.3f} |")
 
 
-def measure(ckpt: str, length: int, pool: int, requests: int, new_tokens: int) -> dict[str, float]:
+def measure(ckpt: str, dtype: str, length: int, pool: int, requests: int, new_tokens: int) -> dict[str, float]:
     """Requests that fit and are done, tokens generated, each second; and the mean seconds until a first token."""
     from vllm import LLM, SamplingParams
     from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
 
     engine = LLM(
         ckpt,
+        dtype=dtype,
         skip_tokenizer_init=True,
         max_model_len=length,
         kv_cache_memory_bytes=pool,
-        block_size=16,
+        block_size=32,  # the least that vLLM's own attention on CPUs takes
         max_num_batched_tokens=512,
         max_num_seqs=requests,
         enable_prefix_caching=False,
@@ -103,14 +105,17 @@ def measure(ckpt: str, length: int, pool: int, requests: int, new_tokens: int) -
     vocabulary = engine.model_config.get_vocab_size()
     generator = torch.Generator().manual_seed(0)
     sampling = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
-    start, first, most = time.perf_counter(), {}, 0
+    start, first, told, most = time.perf_counter(), {}, {}, 0
     for number in range(requests):
         ids = torch.randint(1, vocabulary, (length - new_tokens,), generator=generator).tolist()
         engine.add_request(str(number), {"prompt_token_ids": ids}, sampling)
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            first.setdefault(output.request_id, time.perf_counter() - start)
-        most = max(most, len(core.scheduler.running))
+    with tqdm(total=requests * new_tokens, desc=f"{Path(ckpt).name}: {length:,} tokens", unit="tok") as bar:
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                first.setdefault(output.request_id, time.perf_counter() - start)
+                bar.update(len(output.outputs[0].token_ids) - told.get(output.request_id, 0))
+                told[output.request_id] = len(output.outputs[0].token_ids)
+            most = max(most, len(core.scheduler.running))
     seconds = time.perf_counter() - start
     fitting = get_max_concurrency_for_kv_cache_config(engine.vllm_config, core.scheduler.kv_cache_config)
     engine.engine_core.shutdown()
@@ -130,6 +135,7 @@ def main(arguments: list[str] | None = None) -> None:
     add_numbers(parser, "--lengths", None, "tokens of a request, prompt and answer (8192,32768,131072; 1024)")
     parser.add_argument("--pool", type=float, help="of all requests' caches: GiB for --fit (64), else MiB (64)")
     parser.add_argument("--saving", type=float, default=0.35, help="of --fit's blocks (0.35)")
+    parser.add_argument("--dtype", default="auto", help="of --ckpt: vLLM's --dtype, such as float32 on a CPU (auto)")
     parser.add_argument("--requests", type=int, default=16, help="that are asked at once (16)")
     parser.add_argument("--new-tokens", type=int, default=32, help="of each answer (32)")
     add_out(parser, "serving")
@@ -141,7 +147,7 @@ def main(arguments: list[str] | None = None) -> None:
     rows, pool = [], int((options.pool or 64) * 2**20)
     for length in options.lengths or [1024] if options.ckpt else []:
         for ckpt in options.ckpt:
-            one = measure(ckpt, length, pool, options.requests, options.new_tokens)
+            one = measure(ckpt, options.dtype, length, pool, options.requests, options.new_tokens)
             rows.append({"model": Path(ckpt).name, "tokens": length, **one})
             print(json.dumps(rows[-1]), flush=True)
     if rows:
