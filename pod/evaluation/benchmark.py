@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from pod.evaluation import models, report, runner
 from pod.evaluation.command import add_ckpts, add_eviction, parser_of
-from pod.evaluation.intervals import ratio
+from pod.evaluation.intervals import of_first
 from pod.evaluation.lines import Fields, check_fields
 from pod.model.weights import weights_hash
 from pod.terminal import exit_status
@@ -265,11 +265,11 @@ def compare(
     columns = {name: benchmark.compared(found) for name, found in scores.items()}
     lines = [name for name in next(iter(columns.values())) if any(one[name] is not None for one in columns.values())]
     cells = [[f"{one[name]:.2f}" if one[name] is not None else "-" for one in columns.values()] for name in lines]
-    (first, theirs), *others = samples.items()
-    if sum(theirs) > 0:
-        lines.append(f"of {first}, {len(theirs)} samples [95 %]")
-        found = [ratio(ours, theirs) for _, ours in others]
-        cells.append(["1", *(f"{mean:.2f} [{low:.2f}, {high:.2f}]" for mean, low, high in found)])
+    shares = of_first(samples)
+    if shares:
+        first = next(iter(samples))
+        lines.append(f"of {first}, {len(samples[first])} samples [95 %]")
+        cells.append(list(shares.values()))
     table = report.markdown_table(
         [benchmark.what, *columns], [[name, *row] for name, row in zip(lines, cells, strict=True)]
     )

@@ -1,6 +1,6 @@
 """How sure a comparison is: paired, by resampling (the percentile bootstrap, Efron 1979)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -38,3 +38,19 @@ def ratio(
     )
     above, below = pairs.sum(-1).tolist()
     return (above / below if below else float("nan")), low, high
+
+
+def of_first(samples: Mapping[str, Sequence[float]]) -> dict[str, str]:
+    """Each row's samples against the first row's as a table shows it: "0.93 [0.88, 0.98]", and "1" for the first.
+
+    Args:
+        samples: row -> the scores of the same samples, in the same order.
+
+    Returns:
+        row -> cell; nothing where the first row has no sample or scores 0 in all of them.
+    """
+    (first, theirs), *others = samples.items()
+    if not sum(theirs):
+        return {}
+    found = {name: ratio(ours, theirs) for name, ours in others}
+    return {first: "1"} | {name: f"{share:.2f} [{low:.2f}, {high:.2f}]" for name, (share, low, high) in found.items()}

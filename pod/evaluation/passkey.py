@@ -38,6 +38,7 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 from pod.cache import PodCache
 from pod.evaluation import command, models, report
 from pod.evaluation.haystack import ADJECTIVES, NOUNS
+from pod.evaluation.intervals import of_first
 from pod.evaluation.models import asks_apart, by_row, label_of, parameters_of, read_context
 from pod.evaluation.texts import given_texts
 from pod.files import check_writable
@@ -340,9 +341,14 @@ def main(arguments: list[str] | None = None) -> None:
     report.write_json(options.out / "passkey.json", result | {"parameters": parameters_of(options.eviction)})
     draw(result, options.out / "passkey.png")
     header = ["model", *(f"{length} tokens" for length in result["lengths"]), "mean"]
+    found = by_row(result["models"])
     rows = [
         [label, *(f"{sum(row) / len(row):.1%}" for row in values["accuracy"]), f"{values['mean']:.1%}"]
-        for label, values in by_row(result["models"]).items()
+        for label, values in found.items()
     ]
+    shares = of_first({label: [one["score"] for one in values["prompts"]] for label, values in found.items()})
+    if len(shares) > 1:
+        header.append(f"of {next(iter(found))} [95 %]")
+        rows = [[*row, shares[row[0]]] for row in rows]
     print(report.markdown_table(header, rows))
     print(f"written: {options.out}/passkey.json, {options.out}/passkey.png")

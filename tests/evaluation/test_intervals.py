@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from pod.evaluation.intervals import ratio
+from pod.evaluation.intervals import of_first, ratio
 
 
 def test_a_known_ratio_is_covered_as_often_as_promised():
@@ -52,3 +52,13 @@ def test_nothing_right_on_the_other_side():
 def test_refuses(arguments, message):
     with pytest.raises(ValueError, match=message):
         ratio(*arguments)
+
+
+def test_cells_of_a_table():
+    theirs = [1.0, 1.0, 0.0, 1.0]
+    found = of_first({"dense": theirs, "the same": theirs, "half": [1.0, 0.0, 0.0, 0.5], "none": [0.0] * 4})
+    assert list(found) == ["dense", "the same", "half", "none"]
+    assert (found["dense"], found["the same"], found["none"]) == ("1", "1.00 [1.00, 1.00]", "0.00 [0.00, 0.00]")
+    _, low, high = ratio([1.0, 0.0, 0.0, 0.5], theirs)
+    assert found["half"] == f"0.50 [{low:.2f}, {high:.2f}]"
+    assert of_first({"dense": [0.0, 0.0], "other": [1.0, 0.0]}) == of_first({"dense": [], "other": []}) == {}
