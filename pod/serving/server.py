@@ -1,5 +1,7 @@
 """transformers' own OpenAI-compatible server (`transformers serve`) with one PoD model in it, one request at a time."""
 
+import time
+
 from transformers import AutoConfig
 
 from pod.cache import PodCache
@@ -73,5 +75,9 @@ def serve(
     register(eviction, tau, quantization)
     from torch.cuda import is_available
     from transformers.cli.serve import Serve
+    from transformers.cli.serving.model_manager import ModelManager
 
+    # transformers lists what lies in the hub's cache, none of which is served, and fails where there is no such cache.
+    served = {"id": ckpt, "object": "model", "created": int(time.time()), "owned_by": "pod"}
+    ModelManager.get_gen_models = staticmethod(lambda: [served])
     Serve(ckpt, host=host, port=port, device=device or ("cuda:0" if is_available() else "cpu"))

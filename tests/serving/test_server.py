@@ -104,6 +104,7 @@ def test_a_chat_is_answered_whole_and_streamed(tmp_path):
         from openai import OpenAI
 
         client = OpenAI(base_url=f"{address}/v1", api_key="none")
+        assert [model.id for model in client.models.list()] == [str(path)]
         assert client.chat.completions.create(**asked(path)).choices[0].message.content == wanted
         parts = client.chat.completions.create(**asked(path, stream=True))
         assert "".join(part.choices[0].delta.content or "" for part in parts) == wanted
