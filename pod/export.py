@@ -3,11 +3,12 @@
     python -m pod.export --ckpt checkpoints/llama3-32k --out exports/llama3-32k
     python -m pod.export --ckpt checkpoints/tiny/steps/step=60.ckpt --out exports/tiny --dtype bfloat16 --force
     python -m pod.export --ckpt checkpoints/smollm2-lora --out adapters/smollm2 --adapter --dtype float16
+    python -m pod.export --ckpt checkpoints/llama3-32k --out exports/llama3-32k --push someone/llama3-pod
 
 The directory holds config.json, sharded safetensors, tokenizer, generation config, their checksums and a model card;
 with `--adapter`, of a run with `lora.rank`, the adapter alone in PEFT's format and its blocks, as `pod.load(base,
 adapter)` reads them (see `pod.model.adapter`). It is written aside, loaded again and compared with the checkpoint
-before it takes its name; a failure leaves nothing behind.
+before it takes its name; a failure leaves nothing behind. `--push` then uploads it to the hub.
 """
 
 import argparse
@@ -15,12 +16,14 @@ import csv
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import ModelCard, ModelCardData, create_repo, get_token, upload_folder
+from huggingface_hub.utils import validate_repo_id
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -30,14 +33,16 @@ from transformers import (
 )
 
 from pod.blocks import LayerBlocks
+from pod.data.hub import PREFIX as HUB
 from pod.data.tokenizer import load_tokenizer
 from pod.extras import require
-from pod.files import SUMS, locked, naming, opening, publish, read_sums, write_sums
+from pod.files import SUMS, locked, naming, opening, publish, read_json, read_sums, write_sums
 from pod.model.adapter import FIELDS, load, save
 from pod.model.families import pod_config
 from pod.model.weights import load_causal_lm
 from pod.recipe.errors import RecipeError
 from pod.recipe.loading import load_recipe
+from pod.recipe.schema import Recipe
 from pod.terminal import exit_status
 from pod.training.adapters import merge, peft_name
 from pod.training.base_model import first_config
@@ -57,6 +62,7 @@ A {kind} trained by [PoD](https://arxiv.org/abs/2412.02252) (proximal tokens ove
 | | |
 |---|---|
 | base | {base} |
+| data | {data} |
 | training step | {step} |
 | kv_saving | {saving:.1%} of the cache's bytes, as length grows |
 | sink_size, recent_size | {sink_size}, {recent_size} |
@@ -188,22 +194,53 @@ def rebuild(checkpoint: dict, dtype: torch.dtype | None = None) -> PreTrainedMod
     return model.eval()
 
 
+def recipe_of(run: Path) -> Recipe | None:
+    """The recipe that the run saved; None where it is gone.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    file = run / "recipe.yaml"
+    try:
+        return load_recipe([f"recipe={file}"]) if file.exists() else None
+    except RecipeError as error:
+        raise ValueError(f"{file} is damaged, it names the run's tokenizer and data: {error}") from error
+
+
+def data_of(run: Path) -> tuple[str, list[str]]:
+    """What the run was trained on, for its card: a line, and those of its data sets that are of the hub.
+
+    They are the sources that `pod.prepare` reports, where the data are still there; of what is no data set of the hub,
+    the line has the last part of the name, as the rest is its owner's business.
+    """
+    recipe = recipe_of(run)
+    if recipe is None:
+        return "not known", []
+    report = Path(recipe.data.path, "report.json")
+    sources = read_json(report).get("sources", []) if report.is_file() else [recipe.data.path]
+    said, of_hub = [], []
+    for source in sources:
+        name = source.removeprefix(HUB).partition(":")[0]
+        if source.startswith(HUB) and not Path(name).exists():
+            of_hub.append("/".join(name.split("/")[:2]))
+            said.append(source.removeprefix(HUB))
+        else:
+            said.append(Path(name).name)
+    return ", ".join(said), list(dict.fromkeys(of_hub))
+
+
 def tokenizer_of(run: Path, base: str | None) -> PreTrainedTokenizerBase | None:
     """The tokenizer that the run was trained with, the base's if its recipe names none; None when it is not known.
 
     Raises:
         ValueError: the run's recipe cannot be read, or the tokenizer that it names cannot.
     """
-    recipe = run / "recipe.yaml"
-    try:
-        name = load_recipe([f"recipe={recipe}"]).model.tokenizer if recipe.exists() else None
-    except RecipeError as error:
-        raise ValueError(f"{recipe} is damaged, it names the run's tokenizer: {error}") from error
-    if name is not None:
+    recipe = recipe_of(run)
+    if recipe is not None and (name := recipe.model.tokenizer) is not None:
         try:
             return load_tokenizer(name)
         except ValueError as error:
-            raise ValueError(f"model.tokenizer={name} in {recipe}: {error}") from error
+            raise ValueError(f"model.tokenizer={name} in {run}/recipe.yaml: {error}") from error
     try:
         return None if base is None else load_tokenizer(base)
     except ValueError:
@@ -235,23 +272,27 @@ def measured(run: Path, step: int) -> tuple[dict[str, float], int]:
     return found, done
 
 
-def card_metadata(base: str | None) -> ModelCardData:
+def card_metadata(base: str | None, datasets: Sequence[str] = (), adapter: bool = False) -> ModelCardData:
     """What the hub reads of a model card: what the model is for, what it is made from, under what license.
 
     Args:
         base: a directory, whose own card is asked, or a hub id, whose card is asked of the hub or of its local cache;
             None: there is none. Where no card says, the license is left out: it is not ours to guess.
+        datasets: of the hub, that it was trained on.
+        adapter: it is to be added to its base. It is not named as one of peft's, whose own snippet would put it on the
+            base as it is, without the blocks.
     """
-    kept: dict[str, Any] = {}
+    kept: dict[str, Any] = {"datasets": list(datasets)} if datasets else {}
     if base is not None:
         is_local = Path(base).exists()
         try:
             said = ModelCard.load(Path(base) / "README.md" if is_local else base, ignore_metadata_errors=True).data
-            kept = {key: value for key, value in said.to_dict().items() if key.startswith("license")}
+            kept |= {key: value for key, value in said.to_dict().items() if key.startswith("license")}
             kept |= {"base_model": said.base_model} if is_local and said.base_model else {}
         except (OSError, ValueError, yaml.YAMLError):
             pass  # no card, a broken one, or no network
         kept |= {} if is_local else {"base_model": base}
+        kept |= {"base_model_relation": "adapter"} if adapter and "base_model" in kept else {}
     tags = ["pod", "kv-cache", "long-context"]
     return ModelCardData(library_name="pod-attention", pipeline_tag="text-generation", tags=tags, **kept)
 
@@ -263,14 +304,16 @@ def model_card(
     step: int,
     metrics: dict[str, float],
     measured_at: int,
+    data: tuple[str, list[str]],
     adapter: bool = False,
 ) -> str:
     """README.md of an export: what it is, how to load it, what was measured after how many steps, the block map.
 
     Args:
-        path: where the export is, as whoever runs it names it.
+        path: where the export is, as whoever loads it names it: its directory, or its name on the hub.
         base, step: what was trained, for how many steps.
         metrics, measured_at: what the last validation found, after how many steps.
+        data: of `data_of`.
         adapter: the export is to be added to its base.
     """
     config = model.config
@@ -278,7 +321,7 @@ def model_card(
     blocks = config.blocks if shares else LayerBlocks.dense(config.num_hidden_layers, config.num_key_value_heads)
     snippet = ADAPTER if adapter else f"import pod  # registers the model type\n{MODEL}" if shares else MODEL
     return CARD.format(
-        metadata=card_metadata(base).to_yaml(),
+        metadata=card_metadata(base, data[1], adapter).to_yaml(),
         name=path.name,
         snippet=snippet.format(path=path, base=base),
         kind=f"{config.model_type.removeprefix('pod_')} model",
@@ -288,6 +331,7 @@ def model_card(
         if shares
         else "Its layers share nothing: it is a plain model that transformers loads by itself.",
         base=base or "from scratch",
+        data=data[0],
         step=step,
         saving=config.kv_saving if shares else 0.0,
         sink_size=getattr(config, "sink_size", "-"),
@@ -305,7 +349,13 @@ def model_card(
 
 
 def export(
-    ckpt: str | Path, out: str | Path, dtype: str | None = None, force: bool = False, adapter: bool = False
+    ckpt: str | Path,
+    out: str | Path,
+    dtype: str | None = None,
+    force: bool = False,
+    adapter: bool = False,
+    push: str | None = None,
+    private: bool = False,
 ) -> Path:
     """Write a Hugging Face directory from a training checkpoint, or an adapter in PEFT's format.
 
@@ -316,6 +366,8 @@ def export(
         force: replace an export at `out`.
         adapter: write what a run with `lora.rank` trained and its blocks, instead of a whole model (`pod.load` adds
             them to the base again).
+        push: USER/NAME on the hub, to upload it to; made where it is not there.
+        private: make it so that only its owners see it.
 
     Returns:
         `out`.
@@ -324,13 +376,33 @@ def export(
         ValueError: `out` exists, and is no export or `force` is off; it is or holds the checkpoint, its base or the
             folder this runs in; another process writes it; the checkpoint is missing or damaged, or holds no adapter
             where one is wanted; or what was written does not give the checkpoint's logits. Nothing is left behind.
+            Or `push` is no name, there is no token, or the hub does not take it: then `out` is complete, and the
+            message names the command that uploads it.
         ImportError: an adapter is wanted, and the package peft is missing.
     """
     ckpt, out = Path(ckpt), Path(out)
+    if push is not None:
+        validate_repo_id(push)
+        if get_token() is None:
+            raise ValueError(f"--push {push}: there is no token of the hub: `hf auth login`, or HF_TOKEN")
     _check_apart(out, {"the folder this runs in": Path.cwd(), "the checkpoint": ckpt})
     with locked(out.with_name(f".{out.name}.lock"), out):
         _check_free(out, force)
-        return _export(ckpt, out, None if dtype is None else getattr(torch, dtype), adapter)
+        _export(ckpt, out, None if dtype is None else getattr(torch, dtype), adapter, push)
+        if push is not None:
+            _upload(out, push, private)
+    return out
+
+
+def _upload(out: Path, name: str, private: bool) -> None:
+    try:
+        create_repo(name, private=private, exist_ok=True)
+        upload_folder(repo_id=name, folder_path=out, commit_message="pod.export")
+    except (OSError, RuntimeError, ValueError) as error:  # the hub's errors, httpx's among them, are one of these
+        problem = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"{out} is written, and the hub did not take it as {name}: {problem}. Again: hf upload {name} {out}"
+        ) from error
 
 
 def _check_apart(out: Path, needed: dict[str, Path]) -> None:
@@ -359,7 +431,7 @@ def _check_free(out: Path, force: bool) -> None:
         )
 
 
-def _export(ckpt: Path, out: Path, dtype: torch.dtype | None, adapter: bool) -> Path:
+def _export(ckpt: Path, out: Path, dtype: torch.dtype | None, adapter: bool, push: str | None) -> None:
     checkpoint, file = load_checkpoint(ckpt)
     base = checkpoint["hyper_parameters"]["model"]["base"]
     _check_apart(out, {} if base is None else {"the model that was trained": Path(base)})
@@ -369,7 +441,8 @@ def _export(ckpt: Path, out: Path, dtype: torch.dtype | None, adapter: bool) -> 
     try:
         with naming(out):
             model = (_write_adapter if adapter else _write_model)(checkpoint, run, aside, out, dtype)
-            card = model_card(model, out, base, step, *measured(run, step), adapter)
+            named = out if push is None else Path(push)
+            card = model_card(model, named, base, step, *measured(run, step), data_of(run), adapter)
             (aside / "README.md").write_text(card, encoding="utf-8")
             write_sums(aside)
         wanted = _logits(model)
@@ -379,7 +452,6 @@ def _export(ckpt: Path, out: Path, dtype: torch.dtype | None, adapter: bool) -> 
         publish(aside, out)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    return out
 
 
 def _write_model(checkpoint: dict, run: Path, aside: Path, out: Path, dtype: torch.dtype | None) -> PreTrainedModel:
@@ -443,9 +515,11 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as trained")
     parser.add_argument("--force", action="store_true", help="replace an earlier export at --out")
     parser.add_argument("--adapter", action="store_true", help="of a run with lora.rank: the adapter and blocks alone")
+    parser.add_argument("--push", metavar="USER/NAME", help="also upload it to the hub, under this name")
+    parser.add_argument("--private", action="store_true", help="with --push: make it private, where it is new")
     options = parser.parse_args(arguments)
-    out = export(options.ckpt, options.out, options.dtype, options.force, options.adapter)
-    print(f"written and verified: {out}")
+    out = export(**vars(options))
+    print(f"written and verified: {out}{f'; on the hub: {options.push}' if options.push else ''}")
 
 
 if __name__ == "__main__":

@@ -304,7 +304,7 @@ def prepare(
             distant = {name: plan.distant(sink_size, recent_size) for name, plan in plans.items()}
             report = {"files": len({name for unit in units for name in unit.files})}
             report |= counted(found, choice, samples.splits, distant, sequence_length)
-            report |= {"sink_size": sink_size, "recent_size": recent_size, "skipped": found.skipped}
+            report |= {"sources": sources, "sink_size": sink_size, "recent_size": recent_size, "skipped": found.skipped}
             write_text(folder / "report.json", json.dumps(report, indent=2) + "\n")
             facts = {
                 "tokenizer": tokenizer,

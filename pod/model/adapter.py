@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -20,7 +21,7 @@ from transformers import PreTrainedModel
 
 from pod.blocks import LayerBlocks
 from pod.extras import require
-from pod.files import opening
+from pod.files import SUMS, announce_hub, opening
 from pod.model.families import convert
 from pod.model.weights import load_causal_lm
 
@@ -38,7 +39,8 @@ def load(
 
     Args:
         path: an export, any directory that transformers opens, a hub id, or a GGUF file.
-        adapter: a folder as above. Its matrices are added to the weights once, so the model is as quick as any other.
+        adapter: a folder as above, or a hub id. Its matrices are added to the weights once, so the model is as quick as
+            any other.
         dtype: of the weights; "auto" is what they are stored in. Sums with an adapter are rounded to it: float32
             where its results are to be those of the training.
         device_map: as transformers takes it; "auto" spreads an export over several GPUs (docs/GENERATE.md).
@@ -51,7 +53,7 @@ def load(
     """
     with opening(path):
         model = load_causal_lm(path, dtype=dtype, device_map=device_map).eval()
-    return model if adapter is None else _adapted(model, Path(adapter))
+    return model if adapter is None else _adapted(model, _folder(adapter))
 
 
 def save(
@@ -91,6 +93,12 @@ def save(
     state = {name: weight.contiguous() for name, weight in weights.items()}
     save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     LayerBlocks(blocks.anchors, {**blocks.metadata, **fields}).save(folder / "blocks.json")
+
+
+def _folder(adapter: str | Path) -> Path:
+    """Where an adapter lies; one of the hub is downloaded first."""
+    announce_hub(adapter)
+    return Path(adapter if Path(adapter).exists() else snapshot_download(str(adapter), allow_patterns=[*FILES, SUMS]))
 
 
 def _adapted(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
