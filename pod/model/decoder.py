@@ -260,7 +260,8 @@ class PodModel(Capabilities):
             for number, layer in enumerate(self.layers):
                 if output_hidden_states:
                     all_states.append(states[0])
-                with current(devices and devices[number]):  # accelerate has moved what the layer is given
+                # Accelerate has moved what the layer is given.
+                with nullcontext() if devices is None else current(devices[number]):
                     states = layer(
                         *states,
                         position_embeddings=position_embeddings,
