@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import pod
 from pod.training.module import PodModule
 from pod_kernels import custom_ops, shared_score_attention
-from pod_kernels.problem import Problem
+from pod_kernels.attention import Problem
 
 SIZES = {
     "vocab_size": 60,

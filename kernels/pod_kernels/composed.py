@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from pod_kernels.attention import Group, Problem, Sizes, sequence_groups
 from pod_kernels.flash import Kernel, backward_piece, band_mask, choose_kernel, forward_piece, head_splits
 from pod_kernels.pieces import Piece, plan
-from pod_kernels.problem import Group, Problem, Sizes, sequence_groups
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]  # q, k, v, q_distant, k_distant
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pod_kernels import composed
-from pod_kernels.problem import Problem, Sizes, sequence_groups
+from pod_kernels.attention import Problem, Sizes, sequence_groups
 
 
 @torch.library.custom_op("pod::shared_score_attention", mutates_args=())
