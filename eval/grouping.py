@@ -20,12 +20,13 @@ from torch import Tensor
 
 import pod
 from pod.analyze import load_damage, load_similarity
-from pod.blocks import METHODS, LayerBlocks
+from pod.blocks import LayerBlocks
 from pod.data.demo_corpus import held_out_text
 from pod.evaluation import command, models, report
 from pod.evaluation.passkey import generate_greedily, passkey_accuracy, passkey_prompts
 from pod.evaluation.perplexity import perplexity
 from pod.evaluation.texts import prepared
+from pod.grouping import METHODS
 from pod.terminal import exit_status
 
 

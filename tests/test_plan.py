@@ -16,12 +16,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pod.blocks import LayerBlocks
 from pod.fit import main
-from pod.model.config import PodLlamaConfig, PodMistralConfig, PodPhi3Config, PodQwen2Config, PodQwen3Config
 from pod.model.families import (
+    PodLlamaConfig,
     PodLlamaForCausalLM,
+    PodMistralConfig,
     PodMistralForCausalLM,
+    PodPhi3Config,
     PodPhi3ForCausalLM,
+    PodQwen2Config,
     PodQwen2ForCausalLM,
+    PodQwen3Config,
     PodQwen3ForCausalLM,
 )
 from pod.model.memory import Memory, Sharing
