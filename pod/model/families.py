@@ -40,9 +40,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3Decode
 
 from pod.blocks import LayerBlocks, PodConfigMixin, check_sizes
 from pod.files import opening
-from pod.model.decoder import PodForCausalLM, PodModel
+from pod.model.decoder import PodAttention, PodDecoderLayer, PodForCausalLM, PodModel
 from pod.model.inputs import check_devices
-from pod.model.layer import PodAttention, PodDecoderLayer
 from pod.model.weights import load_causal_lm
 
 
