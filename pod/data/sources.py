@@ -315,14 +315,9 @@ def load_tokenizer(name: str) -> tuple[Callable[[str], np.ndarray], int, int]:
             return ids
 
         return encode_bytes, BYTES_VOCABULARY, 0
-    from transformers import AutoTokenizer
+    from pod.data.tokenizer import load_tokenizer as load  # here: `--help` should not wait for tokenizers
 
-    from pod.model.gguf import local
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(local(name))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--tokenizer {name}: 'bytes' or a tokenizer's directory. {error}") from None
+    tokenizer = load(name)
     end = tokenizer.eos_token_id
 
     def encode(text: str) -> np.ndarray:
