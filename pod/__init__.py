@@ -4,7 +4,8 @@ __main__.py     `pod fit ...` is `python -m pod.fit ...`, and so on
 extras.py       what only some commands need, named with the extra that brings it
 terminal.py     which warnings the commands leave out, and how they end: errors in one line
 files.py        files that are whole or not there, checksums, errors that name the file
-blocks.py       LayerBlocks: the greedy grouping, the saving, JSON, a picture
+blocks.py       LayerBlocks: the table, JSON, a picture; the fields of a config that hold it
+grouping.py     the search for blocks: greedy grouping, the best for a saving
 heads.py        which KV heads need the distant past: head scores from files
 similarity.py   how alike two layers' attention is, and what sharing it would cost
 analyze.py      python -m pod.analyze: similarity, blocks, pictures
@@ -41,12 +42,16 @@ if TYPE_CHECKING:  # what is loaded later, for who reads without importing: edit
     from pod import similarity
     from pod.cache import PodCache
     from pod.model.adapter import load
-    from pod.model.config import PodLlamaConfig, PodMistralConfig, PodPhi3Config, PodQwen2Config, PodQwen3Config
     from pod.model.families import (
+        PodLlamaConfig,
         PodLlamaForCausalLM,
+        PodMistralConfig,
         PodMistralForCausalLM,
+        PodPhi3Config,
         PodPhi3ForCausalLM,
+        PodQwen2Config,
         PodQwen2ForCausalLM,
+        PodQwen3Config,
         PodQwen3ForCausalLM,
         convert,
     )
@@ -69,7 +74,7 @@ _LATER = {
     "reconstruct": "pod.model.reconstruction",
 }
 for _family in ("Llama", "Mistral", "Phi3", "Qwen2", "Qwen3"):
-    _LATER |= {f"Pod{_family}Config": "pod.model.config", f"Pod{_family}ForCausalLM": "pod.model.families"}
+    _LATER |= {f"Pod{_family}{kind}": "pod.model.families" for kind in ("Config", "ForCausalLM")}
 
 
 class _Later(type):

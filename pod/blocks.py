@@ -3,7 +3,8 @@
 A block is a run of consecutive layers of one KV head; its lowest layer, the anchor, holds the keys of distant tokens
 for all of them. Blocks are found from a similarity of attention scores by the greedy grouping of PoD (arXiv 2412.02252,
 Algorithm 1), or by the partition that is best for a saving, by that similarity or by what sharing was measured to cost;
-per KV head because a key can only be dropped when every query head that reads it shares.
+per KV head because a key can only be dropped when every query head that reads it shares. The search is in
+`pod.grouping`; here is what was found: the table, its file, and the fields of a config that hold it.
 
 A third kind of KV head streams (DuoAttention, arXiv 2410.10819): it attends to sinks and recent tokens alone, so it
 keeps no distant key and no distant value. Its anchor is `STREAMS`: there is none.
@@ -14,16 +15,14 @@ keeps no distant key and no distant value. Its anchor is `STREAMS`: there is non
     blocks = LayerBlocks.dense(32, 8).streaming(scores, 0.5)       # scores: [L, H_kv], of `pod.heads.head_scores`
     blocks.save("blocks.json")
 
-Shapes: L layers, H_kv KV heads, C candidate thresholds.
+Shapes: L layers, H_kv KV heads.
 """
-
-from __future__ import annotations
 
 import json
 import math
 import operator
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -32,16 +31,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pod import grouping
 from pod.extras import require
 from pod.files import check_sum, read_json, replacing, with_sum, write_text
+from pod.grouping import STREAMS
 
 FORMAT = "pod-layer-blocks"
 FORMAT_VERSION = 1
 STREAMING_VERSION = 2  # of files with heads that stream, which version 1 could not read
-STREAMS = -1  # in the place of an anchor
-METHODS = ("greedy", "sum", "worst")  # of `for_saving`
-# Similarities are averages of many float32 numbers: so much above 1, below 0 or off symmetry is rounding, not an error.
-SIMILARITY_TOLERANCE = 1e-4
+SHARE_KINDS = ("scores", "keys", "kv", "window")
 # Fields of a config by which its blocks become layers and caches: fixed from then on.
 FIXED = ("anchors", "sink_size", "recent_size", "share", "num_hidden_layers", "num_attention_heads")
 FIXED += ("num_key_value_heads", "head_dim")
@@ -88,7 +86,7 @@ class Layout:
         return [row[head] for row in self.anchors if row[head] != STREAMS]
 
     @classmethod
-    def of(cls, anchors: list[list[int]]) -> Layout:
+    def of(cls, anchors: list[list[int]]) -> "Layout":
         """The layout of a table of anchors `[L][H_kv]`."""
         heads = range(len(anchors[0]))
         last_layers = {
@@ -147,7 +145,7 @@ class LayerBlocks:
     @classmethod
     def from_similarity(
         cls, similarity: Tensor, threshold: float = 0.5, streaming: Tensor | None = None
-    ) -> LayerBlocks:
+    ) -> "LayerBlocks":
         """Group layers greedily: PoD's Algorithm 1, for every KV head apart.
 
         From the lowest layer up, a layer joins the current block when its similarity to **all** the block's members is
@@ -162,20 +160,12 @@ class LayerBlocks:
         Raises:
             ValueError: the similarity is not such a tensor, or the threshold is outside [0, 1].
         """
-        similarity = _without(_validated_similarity(similarity), streaming)
-        threshold = float(threshold)
-        if not 0 <= threshold <= 1:
-            raise ValueError(
-                f"threshold must be in [0, 1], got {threshold:g}; for blocks of one layer use LayerBlocks.dense"
-            )
-        candidates = torch.tensor([threshold], dtype=torch.float64, device="cpu")
-        anchors = torch.cat(list(_greedy_anchors(similarity, candidates)))
-        return cls(_streamed(anchors, streaming), {"threshold": threshold})
+        return cls(*grouping.by_threshold(similarity, threshold, streaming))
 
     @classmethod
     def for_saving(
         cls, similarity: Tensor, kv_saving: float = 0.35, method: str = "greedy", streaming: Tensor | None = None
-    ) -> LayerBlocks:
+    ) -> "LayerBlocks":
         """Group layers so that at least the wanted share of the KV cache is saved.
 
         greedy: Algorithm 1 with the largest threshold that saves enough. Greedy grouping only changes at the
@@ -202,29 +192,10 @@ class LayerBlocks:
                 more than a model of L layers can give, (L - 1) / 2L, or less where heads stream. The message names that
                 maximum.
         """
-        if method not in METHODS:
-            raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
-        similarity = _without(_validated_similarity(similarity), streaming)
-        num_kv_heads, num_layers, _ = similarity.shape
-        wanted = _wanted(kv_saving, num_layers, num_kv_heads, streaming)
-        if wanted == 0:
-            return cls(_streamed(cls.dense(num_layers, num_kv_heads).anchors, streaming))
-        lower = torch.ones(num_layers, num_layers, dtype=torch.bool, device="cpu").tril(-1)
-        candidates = similarity[:, lower].unique()  # [C], ascending
-        candidates = candidates[candidates.isfinite()]
-        if method != "greedy":
-            worst = _largest_worst(similarity, candidates, wanted) if method == "worst" else 0.0
-            anchors = _best_anchors(_gains(similarity, worst), wanted)
-            return cls(_streamed(anchors, streaming), {"method": method})
-        shared = torch.zeros(len(candidates), dtype=torch.int64, device="cpu")
-        for layer, anchors in enumerate(_greedy_anchors(similarity, candidates)):
-            shared += (anchors != layer).sum(dim=-1)
-        threshold = candidates[(shared >= wanted).nonzero()[-1, 0]].item()
-        anchors = torch.cat(list(_greedy_anchors(similarity, candidates.new_tensor([threshold]))))
-        return cls(_streamed(anchors, streaming), {"threshold": threshold})
+        return cls(*grouping.by_saving(similarity, kv_saving, method, streaming))
 
     @classmethod
-    def for_damage(cls, costs: Tensor, kv_saving: float = 0.35, streaming: Tensor | None = None) -> LayerBlocks:
+    def for_damage(cls, costs: Tensor, kv_saving: float = 0.35, streaming: Tensor | None = None) -> "LayerBlocks":
         """The cheapest blocks that save the wanted share of the KV cache, by what sharing was measured to cost.
 
         Of all partitions of all heads that share exactly as many layers as the saving takes, the one whose summed cost
@@ -240,31 +211,10 @@ class LayerBlocks:
             ValueError: `costs` is not such a tensor, `kv_saving` is outside [0, 0.5], or it is more than a model of L
                 layers, or these costs, can give. The message names that maximum.
         """
-        costs = torch.as_tensor(costs).detach().to("cpu", torch.float64)
-        shape = tuple(costs.shape)
-        if len(shape) != 3 or shape[1] != shape[2] or 0 in shape:
-            raise ValueError(f"costs must be [kv_heads, layers, layers], got {list(shape)}")
-        num_kv_heads, num_layers, _ = shape
-        wrong = ~(costs >= 0) & torch.ones(shape[1:], dtype=torch.bool, device="cpu").triu(1)
-        if wrong.any():
-            head, anchor, layer = wrong.nonzero()[0].tolist()
-            raise ValueError(
-                f"costs must be at least 0, got {costs[head, anchor, layer].item():g} for KV head {head}, layer "
-                f"{layer} with the scores of layer {anchor}"
-            )
-        wanted = _wanted(kv_saving, num_layers, num_kv_heads, streaming)
-        if wanted == 0:
-            return cls(_streamed(cls.dense(num_layers, num_kv_heads).anchors, streaming))
-        gains = _without(-costs.triu(1), streaming).triu(1)
-        if (most := _most_shared(gains)) < wanted:
-            raise ValueError(
-                f"kv_saving={kv_saving:g} is more than these costs can give: where none is inf, the maximum is "
-                f"{most / (2 * _storing(num_layers, num_kv_heads, streaming)):.4f}"
-            )
-        return cls(_streamed(_best_anchors(gains, wanted), streaming), {"method": "damage"})
+        return cls(*grouping.by_damage(costs, kv_saving, streaming))
 
     @classmethod
-    def dense(cls, num_layers: int, num_kv_heads: int) -> LayerBlocks:
+    def dense(cls, num_layers: int, num_kv_heads: int) -> "LayerBlocks":
         """Blocks of one layer: nothing is shared, the model is the dense one.
 
         Raises:
@@ -275,7 +225,7 @@ class LayerBlocks:
         return cls(torch.arange(num_layers, device="cpu")[:, None].expand(num_layers, num_kv_heads))
 
     @classmethod
-    def uniform(cls, num_layers: int, num_kv_heads: int, size: int) -> LayerBlocks:
+    def uniform(cls, num_layers: int, num_kv_heads: int, size: int) -> "LayerBlocks":
         """Blocks of `size` layers each, from the lowest layer up, the same for every KV head: nothing is measured.
 
         With `share="kv"` and size 2 this is cross-layer attention as published (arXiv 2405.12981). Where `size` does
@@ -289,7 +239,7 @@ class LayerBlocks:
         layers = cls.dense(num_layers, num_kv_heads).anchors
         return cls(layers - layers % size, {"size": size})
 
-    def streaming(self, scores: Tensor, share: float) -> LayerBlocks:
+    def streaming(self, scores: Tensor, share: float) -> "LayerBlocks":
         """The same blocks, of which those that need the distant past least stream.
 
         A block streams in all its layers, and needs what the neediest of them does. DuoAttention takes the heads below
@@ -440,7 +390,7 @@ class LayerBlocks:
         write_text(path, with_sum(text, '  "sha256 of the other lines": "{}",\n'))
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> LayerBlocks:
+    def load(cls, path: str | os.PathLike[str]) -> "LayerBlocks":
         """Read a file written by `save`, or by hand in the same form.
 
         Raises:
@@ -534,136 +484,120 @@ class LayerBlocks:
             figure.savefig(aside, format="png", dpi=120)
 
 
-def _greedy_anchors(similarity: Tensor, thresholds: Tensor) -> Iterator[Tensor]:
-    """Run Algorithm 1 for many thresholds at once; yields the anchors [C, H_kv] of one layer after the other.
+@dataclass(init=False, repr=False, eq=False, kw_only=True)
+class PodConfigMixin:
+    """The PoD fields of a config, checked.
 
-    similarity: [H_kv, L, L] float64; thresholds: [C] float64.
+    Attributes:
+        anchors: `[L][H_kv]` integers, the anchor layer of each layer and KV head, -1 where the head streams, which is
+            to attend to sinks and recent tokens alone; None means blocks of one layer (dense).
+        sink_size: first tokens that are always attended with the layer's own scores.
+        recent_size: last tokens, the current one included, that are.
+        share: "scores" (distant logits are q_anchor . k_anchor, the paper's Eq. 3) or "keys" (q . k_anchor). "kv" is
+            cross-layer attention (arXiv 2405.12981): a block's layers attend with their own queries to the anchor's
+            keys and values at all positions, near and distant, and have none of their own. "window" has no distant
+            pairs at all: window attention, with sinks unless sink_size is 0, in blocks of one layer.
+        tau: gate from which a non-anchor layer skips distant values at decode; None never skips.
     """
-    num_kv_heads, num_layers, _ = similarity.shape
-    heads = torch.arange(num_kv_heads, device="cpu")
-    anchors = torch.zeros(len(thresholds), num_kv_heads, dtype=torch.int64, device="cpu")
-    yield anchors
-    for layer in range(1, num_layers):
-        # least[g, s]: the smallest similarity between this layer and the layers s .. layer-1, were s the block's start.
-        least = similarity[:, layer, :layer].flip(-1).cummin(-1).values.flip(-1)
-        joins = least[heads, anchors] >= thresholds[:, None]  # [C, H_kv]
-        anchors = torch.where(joins, anchors, layer)
-        yield anchors
 
+    # A tensor-parallel plan is a promise of the family's own layers: see `pod.model.decoder.Capabilities`.
+    base_model_tp_plan = None
+    base_model_pp_plan = None
 
-def _without(tables: Tensor, streaming: Tensor | None) -> Tensor:
-    """[H_kv, L, L] similarities or gains, -inf with a layer in which the head streams: no block takes it in."""
-    if streaming is None:
-        return tables
-    if tuple(streaming.shape) != (tables.shape[1], tables.shape[0]) or streaming.dtype != torch.bool:
+    anchors: list[list[int]] | None = None
+    sink_size: int = 16
+    recent_size: int = 4080
+    share: str = "scores"
+    tau: float | int | None = None
+
+    @property
+    def blocks(self) -> LayerBlocks:
+        """The layer blocks that `anchors` describes."""
+        if self.anchors is None:
+            return LayerBlocks.dense(self.num_hidden_layers, self.num_key_value_heads)
+        return LayerBlocks(self.anchors)
+
+    @property
+    def kv_saving(self) -> float:
+        """The share of the dense KV cache's bytes that is not stored as length grows, in [0, 1]."""
+        if self.share == "window":
+            return 1.0
+        return self.blocks.kv_saving * (2 if self.share == "kv" else 1)
+
+    def fixed(self) -> list:
+        """The fields that models and caches are made by, as they are now (`FIXED`)."""
+        return [vars(self)[name] for name in FIXED]  # many times as quick as getattr, and asked at every step
+
+    def check_unchanged(self, made_by: list, what: str) -> None:
+        """Refuse a config that was changed in place.
+
+        Args:
+            made_by: a copy of `fixed` from when `what`, the model or its cache, was made.
+
+        Raises:
+            ValueError: names the field, what it was and what it is.
+        """
+        now = self.fixed()
+        if now == made_by:
+            return
+        name, was, value = next(one for one in zip(FIXED, made_by, now, strict=True) if one[1] != one[2])
         raise ValueError(
-            f"streaming must be [layers, kv_heads] = {[tables.shape[1], tables.shape[0]]} truth values, got "
-            f"{list(streaming.shape)} of {streaming.dtype}"
+            f"config.{name} was changed in place: {what} was made with {was}, and it is {value} now. Set it back, or "
+            "make another: pod.convert(model, blocks, sink_size, recent_size, share), which shares the weights, and "
+            "pod.PodCache(model.config)"
         )
-    heads = streaming.t().cpu()
-    return tables.masked_fill(heads[:, :, None] | heads[:, None], -torch.inf)
+
+    def __post_init__(self, **kwargs) -> None:
+        if self.head_dim is None:  # some families compute it in their attention only
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        super().__post_init__(**kwargs)
+        check_sizes(self.sink_size, self.recent_size, self.share)
+        if self.tau is not None and not 0 <= self.tau <= 1:
+            raise ValueError(f"tau must be between 0 and 1, or None; got {self.tau}")
+        if self.tau is not None and self.share == "kv":
+            raise ValueError("tau leaves an anchor's distant scores out, and share='kv' has none: set tau=None")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads ({self.num_attention_heads}) must be a multiple of num_key_value_heads "
+                f"({self.num_key_value_heads})"
+            )
+        sliding = [i for i, kind in enumerate(getattr(self, "layer_types", None) or []) if kind != "full_attention"]
+        if sliding:
+            raise ValueError(
+                f"layers {sliding} are not full attention: PoD shares scores of distant tokens, which sliding-window "
+                "layers do not see. Set use_sliding_window=False (max_window_layers then means nothing), or use a "
+                "model with full attention in all layers."
+            )
+        if getattr(self, "sliding_window", None) is not None and not getattr(self, "layer_types", None):
+            raise ValueError(
+                f"sliding_window is {self.sliding_window} tokens in all layers: PoD shares scores of distant tokens, "
+                "which sliding-window layers do not see. Set sliding_window=None, or use a model that was trained "
+                "without one (Mistral-7B from v0.2 on, Phi-4)."
+            )
+        self.blocks.check(self.num_hidden_layers, self.num_key_value_heads)
+        if self.share == "kv" and self.blocks.is_streaming.any():
+            raise ValueError(
+                "share='kv' cannot be combined with heads that stream (anchor -1), whose keys and values no other "
+                "layer has: choose share='scores' or 'keys', or blocks without such heads"
+            )
+        if self.share == "window" and not self.blocks.is_dense:
+            raise ValueError("share='window' has no distant tokens to share: leave anchors out (blocks of one layer)")
 
 
-def _streamed(anchors: Tensor, streaming: Tensor | None) -> Tensor:
-    """The anchors [L, H_kv], none where a head streams."""
-    return anchors if streaming is None else anchors.masked_fill(streaming.cpu(), STREAMS)
+def check_sizes(sink_size: int, recent_size: int, share: str) -> None:
+    """Refuse proximal sizes and share kinds that mean nothing.
 
-
-def _storing(num_layers: int, num_kv_heads: int, streaming: Tensor | None) -> int:
-    """How many of the layers' KV heads do not stream."""
-    return num_layers * num_kv_heads - (0 if streaming is None else int(streaming.sum()))
-
-
-def _wanted(kv_saving: float, num_layers: int, num_kv_heads: int, streaming: Tensor | None = None) -> int:
-    """The least number of layers, over all KV heads, that must share to save so much of what does not stream."""
-    kv_saving = float(kv_saving)
-    if not 0 <= kv_saving <= 0.5:
-        raise ValueError(f"kv_saving must be in [0, 0.5], got {kv_saving:g}: only keys are shared, half of the cache")
-    # One block per head is the most that there is; a layer that streams is between two.
-    pairs = max(1, 2 * _storing(num_layers, num_kv_heads, streaming))
-    most = (num_layers - 1) * num_kv_heads
-    if streaming is not None:
-        most = int((~streaming[1:] & ~streaming[:-1]).sum())
-    if kv_saving > (maximum := most / pairs):
-        raise ValueError(
-            f"kv_saving={kv_saving:g} is more than this model can give: with {num_layers} layers the maximum is "
-            f"{maximum:.4f} (one block per KV head{'' if streaming is None else ', none where heads stream'})"
-        )
-    return next(count for count in range(pairs + 1) if count / pairs >= kv_saving)
-
-
-def _gains(similarity: Tensor, worst: float) -> Tensor:
-    """[g, a, l]: what layer l gains by the scores of layer a < l; -inf where they are less alike than `worst`."""
-    alike = similarity.mT  # of [higher, lower] entries
-    return alike.masked_fill(alike < worst, -torch.inf).triu(1)
-
-
-def _tables(gains: Tensor) -> tuple[Tensor, Tensor]:
-    """The best partitions of each head's lowest layers, for every number of them and of shared ones.
-
-    gains: [H_kv, L, L] float64, [g, a, l] of layer l with the scores of layer a; 0 on and below the diagonal.
-
-    Returns:
-        best: [H_kv, L + 1, L] float64: entry [g, e, m] is the largest summed gain over all partitions of head g's
-            layers 0 .. e-1 that share m of them, -inf where there is none.
-        starts: [H_kv, L + 1, L] int64, where the last block of that partition begins.
+    Raises:
+        ValueError: names the value and what it may be.
     """
-    num_kv_heads, num_layers, _ = gains.shape
-    sums = gains.cumsum(-1)  # [g, s, l]: of a block s .. l
-    best = torch.full((num_kv_heads, num_layers + 1, num_layers), -torch.inf, dtype=torch.float64, device="cpu")
-    starts = torch.zeros(num_kv_heads, num_layers + 1, num_layers, dtype=torch.int64, device="cpu")
-    best[:, 0, 0] = 0.0
-    for end in range(1, num_layers + 1):
-        for start in range(end):
-            shared = end - start - 1
-            found = best[:, start, : num_layers - shared] + sums[:, start, end - 1, None]
-            better = found > best[:, end, shared:]
-            best[:, end, shared:] = torch.where(better, found, best[:, end, shared:])
-            starts[:, end, shared:] = torch.where(better, start, starts[:, end, shared:])
-    return best, starts
-
-
-def _most_shared(gains: Tensor) -> int:
-    """How many layers the heads together can share."""
-    best, _ = _tables(gains)
-    # Whatever can be shared, one less can: the last layer of a block becomes a block.
-    return int((best[:, -1].isfinite().sum(-1) - 1).sum())
-
-
-def _largest_worst(similarity: Tensor, candidates: Tensor, wanted: int) -> float:
-    """The largest of the candidates (ascending) at which the heads together can share so many layers."""
-    low, high = 0, len(candidates)  # at the lowest, all layers can share
-    while high - low > 1:
-        middle = (low + high) // 2
-        most = _most_shared(_gains(similarity, candidates[middle].item()))
-        low, high = (middle, high) if most >= wanted else (low, middle)
-    return candidates[low].item()
-
-
-def _best_anchors(gains: Tensor, wanted: int) -> Tensor:
-    """[L, H_kv] anchors of the partition that shares `wanted` layers, with the largest summed gain."""
-    num_kv_heads, num_layers, _ = gains.shape
-    best, starts = _tables(gains)
-    # total[m]: the best of the heads so far that share m layers together; counts: how many of these the last one does.
-    total = torch.full((wanted + 1,), -torch.inf, dtype=torch.float64, device="cpu")
-    total[0] = 0.0
-    counts = torch.zeros(num_kv_heads, wanted + 1, dtype=torch.int64, device="cpu")
-    for head in range(num_kv_heads):
-        before, total = total, torch.full_like(total, -torch.inf)
-        for count in range(min(num_layers, wanted + 1)):
-            found = before[: wanted + 1 - count] + best[head, -1, count]
-            better = found > total[count:]
-            total[count:] = torch.where(better, found, total[count:])
-            counts[head, count:] = torch.where(better, count, counts[head, count:])
-    anchors = torch.empty(num_layers, num_kv_heads, dtype=torch.int64, device="cpu")
-    for head in reversed(range(num_kv_heads)):
-        count, end = int(counts[head, wanted]), num_layers
-        wanted -= count
-        while end > 0:
-            start = int(starts[head, end, count])
-            anchors[start:end, head] = start
-            count, end = count - (end - start - 1), start
-    return anchors
+    if sink_size < 0:
+        raise ValueError(f"sink_size must be >= 0 tokens, got {sink_size}")
+    if recent_size < 1:
+        raise ValueError(f"recent_size must be >= 1 token (the current one is recent), got {recent_size}")
+    if share not in SHARE_KINDS:
+        raise ValueError(f"share must be one of {', '.join(SHARE_KINDS)}; got {share!r}")
+    if share == "window" and recent_size < 2:
+        raise ValueError("share='window' needs recent_size >= 2: the current token and one before it")
 
 
 def whole_number(name: str, value: Any, what: str, least: int | None = None) -> int:
@@ -683,35 +617,6 @@ def whole_number(name: str, value: Any, what: str, least: int | None = None) -> 
     if number is None or isinstance(value, bool) or (least is not None and number < least):
         raise ValueError(f"{name} must be {what}, a whole number; got {value!r}")
     return number
-
-
-def _validated_similarity(similarity: Tensor) -> Tensor:
-    """Check a similarity and return it as [H_kv, L, L] float64 on the CPU, within [0, 1]."""
-    similarity = torch.as_tensor(similarity).detach().to("cpu", torch.float64)
-    shape = tuple(similarity.shape)
-    if len(shape) != 3 or shape[1] != shape[2] or 0 in shape:
-        raise ValueError(f"similarity must be [kv_heads, layers, layers], got {list(shape)}")
-    if not similarity.isfinite().all():
-        head, row, column = (~similarity.isfinite()).nonzero()[0].tolist()
-        raise ValueError(
-            f"similarity must be finite, got {similarity[head, row, column].item()} for KV head {head}, "
-            f"layers {row} and {column}"
-        )
-    outside = (similarity < -SIMILARITY_TOLERANCE) | (similarity > 1 + SIMILARITY_TOLERANCE)
-    if outside.any():
-        head, row, column = outside.nonzero()[0].tolist()
-        raise ValueError(
-            f"similarity must be in [0, 1], got {similarity[head, row, column].item():g} for KV head {head}, "
-            f"layers {row} and {column}"
-        )
-    difference = (similarity - similarity.mT).abs()
-    if difference.max() > SIMILARITY_TOLERANCE:
-        head, row, column = (difference > SIMILARITY_TOLERANCE).nonzero()[0].tolist()
-        raise ValueError(
-            f"similarity must be symmetric, got {similarity[head, row, column].item():g} for KV head {head}, "
-            f"layers {row} and {column}, but {similarity[head, column, row].item():g} the other way round"
-        )
-    return similarity.clamp(0, 1)
 
 
 def _validated_anchors(anchors: Tensor | Sequence[Sequence[int]]) -> Tensor:

@@ -15,7 +15,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -132,7 +132,7 @@ def publish(aside: Path, path: Path) -> None:
 
 
 @contextmanager
-def locked(path: Path, what: Path) -> Iterator[None]:
+def locked(path: Path, what: Path, wait: float = 0) -> Iterator[None]:
     """Let one process at a time into the block.
 
     The system gives the lock of a process that has died to the next one. Folders that were made for it, and the file,
@@ -141,6 +141,7 @@ def locked(path: Path, what: Path) -> Iterator[None]:
     Args:
         path: the lock's file, in which the process says who it is.
         what: is written in the block; named when another process does so.
+        wait: seconds for another process to end.
 
     Raises:
         ValueError: another process is in there; says which one, and since when.
@@ -150,7 +151,7 @@ def locked(path: Path, what: Path) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path)
     try:
-        lock.acquire(timeout=0)
+        lock.acquire(timeout=wait)
     except Timeout:
         holder = path.read_text(encoding="utf-8").strip() or "another process"
         raise ValueError(
@@ -202,16 +203,38 @@ def read_json(path: str | os.PathLike[str]) -> Any:
         raise ValueError(f"{path}: not JSON, so truncated or damaged: {error}") from error
 
 
+def note_whole(note: Path, result: Any, sums: Mapping[str, str]) -> None:
+    """Note that some files beside `note` are whole, with what is to be known of them as JSON, for `whole`.
+
+    Args:
+        sums: path from the note's folder -> sha256.
+    """
+    with naming(note):
+        aside = note.with_suffix(".tmp")
+        aside.write_text(json.dumps({"sha256": sums, "result": result}))
+        os.replace(aside, note)
+
+
+def whole(note: Path) -> Any | None:
+    """What `note_whole` noted; None where it did not, or the files, every byte of which is read, are not those."""
+    try:
+        known = json.loads(note.read_text())
+        is_whole = all(digest(note.parent / name) == value for name, value in known["sha256"].items())
+        return known["result"] if is_whole else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
 def write_sums(folder: Path) -> None:
     """Add the checksums of a model's files: damaged weights, or a field of its config that is gone, would not show."""
-    lines = [f"{_digest(file)}  {file.name}\n" for file in sorted(folder.iterdir()) if file.suffix != ".md"]
+    lines = [f"{digest(file)}  {file.name}\n" for file in sorted(folder.iterdir()) if file.suffix != ".md"]
     write_text(folder / SUMS, "".join(lines))
 
 
 def read_sums(folder: Path) -> dict[str, str]:
     """The checksums that a directory has: file -> sha256."""
     lines = (folder / SUMS).read_text(encoding="utf-8", errors="replace").splitlines()
-    return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    return {name: value for value, _, name in (line.partition("  ") for line in lines)}
 
 
 def check_sums(folder: str | os.PathLike[str]) -> None:
@@ -226,11 +249,11 @@ def check_sums(folder: str | os.PathLike[str]) -> None:
     sums = read_sums(folder)
     if not sums:
         raise ValueError(f"{folder / SUMS} is empty: export again, or remove it")
-    for name, digest in sums.items():
+    for name, wanted in sums.items():
         file = folder / name
         if not name or not file.is_file():
             raise ValueError(f"{folder / SUMS} names {name!r}, which is not there: export again")
-        if _digest(file) != digest:
+        if digest(file) != wanted:
             raise ValueError(
                 f"{file} is damaged, or was changed: its sha256 is not the one in {SUMS}. Export again; or, if it was "
                 f"changed on purpose, take its line out of {SUMS}"
@@ -249,7 +272,7 @@ def weights_sum(folder: str | os.PathLike[str]) -> str:
     size = sum(sizes.values())
     with tqdm(total=size, desc=f"{folder}: sha256", unit="B", unit_scale=True, disable=size < _LARGE) as bar:
         for file in sizes:
-            known[file.name] = _digest(file)
+            known[file.name] = digest(file)
             bar.update(sizes[file])
     lines = [f"{known[name]}  {name}\n" for name in sorted(file.name for file in files)]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
@@ -348,6 +371,7 @@ def _unreadable(folder: Path) -> Path:
     return folder
 
 
-def _digest(path: Path) -> str:
+def digest(path: Path) -> str:
+    """sha256 (hex) of a file."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -43,7 +43,6 @@ the output is in `pod/data/prepared.py`.
 """
 
 import argparse
-import fcntl
 import hashlib
 import json
 import multiprocessing
@@ -56,7 +55,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -67,12 +66,16 @@ import numpy as np
 from pod.data import summary
 from pod.data.chat import load_chat
 from pod.data.hub import PREFIX
+from pod.data.prepared import token_dtype
+from pod.data.sample_writer import SHARD_BYTES, SampleWriter, samples_of_a_shard
 from pod.data.sampling import Plan, draw, split_documents, write_shard
 from pod.data.sources import DOCUMENT, LINES, Reading, Unit, find_units, load_tokenizer, read_unit
 from pod.extras import require
+from pod.files import locked, write_text
 from pod.terminal import exit_status, interrupt_ends_at_once
 
 SHOWN = 20  # bad lines printed; report.json has all
+WAIT = 5.0  # seconds in which the workers of a killed run end, which hold its lock until then
 
 
 # Processes
@@ -138,21 +141,12 @@ def in_parallel(
 def work_folder(out: Path) -> Iterator[Path]:
     """A hidden folder beside `out`, for one run at a time; it stays when the run fails, unless it was cleared."""
     work = out.absolute().parent / f".{out.name}.work"
-    work.mkdir(parents=True, exist_ok=True)
-    with open(work / "lock", "w") as lock:
-        for _ in range(50):  # workers of a killed run hold it until they end
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(0.1)
-        else:
-            raise ValueError(f"another run is preparing {out} (it holds {work / 'lock'}): wait for it, or end it")
-        try:
+    try:
+        with locked(work / "lock", out, WAIT):
             yield work
-        finally:
-            if [path.name for path in work.iterdir()] == ["lock"]:
-                shutil.rmtree(work)
+    finally:
+        with suppress(OSError):  # what is in it stays
+            work.rmdir()
 
 
 def clear(work: Path) -> None:
@@ -238,10 +232,6 @@ def prepare(
             `out` inside a source or around it.
         ImportError: matplotlib is not installed, or what reads the kind of file.
     """
-    from pod.data.prepared import token_dtype
-    from pod.data.sample_writer import SHARD_BYTES, SampleWriter, samples_of_a_shard
-    from pod.files import write_text
-
     check_numbers(sequence_length, held_out, max_bad_share, num_proc, seed, sink_size, recent_size)
     require("data", "matplotlib", what="pod.prepare")  # its picture comes last, and the work before it is long
     edges = length_intervals or None

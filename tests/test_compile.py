@@ -7,8 +7,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import pod
 from pod.training.module import PodModule
-from pod_kernels import custom_ops, shared_score_attention
-from pod_kernels.problem import Problem
+from pod_kernels import composed, shared_score_attention
+from pod_kernels.attention import Problem
 
 SIZES = {
     "vocab_size": 60,
@@ -112,11 +112,11 @@ def test_the_operation_is_what_it_tells_the_compiler(placement, dtype):
     placed |= {"document_ids": DOCUMENTS} if placement == "documents" else {}
     tensors = (q, k, v, q_distant, k_distant, placed.get("lengths"), placed.get("document_ids"))
     torch.library.opcheck(
-        custom_ops._attention, (*tensors, 2, 5, 0.5, False, True), test_utils=("test_schema", "test_faketensor")
+        composed._attention, (*tensors, 2, 5, 0.5, False, True), test_utils=("test_schema", "test_faketensor")
     )
     options = {"sink_size": 2, "recent_size": 5, "return_lse": True, "return_gate": True, **placed}
     eager = shared_score_attention(q, k, v, q_distant, k_distant, backend="composed", **options)
-    whole = custom_ops.attend(Problem(q, k, v, q_distant, k_distant, **options))
+    whole = composed.attend_in_graph(Problem(q, k, v, q_distant, k_distant, **options))
     for found, wanted in zip(whole, eager, strict=True):
         assert torch.equal(found, wanted) and found.requires_grad == wanted.requires_grad
     for inputs in ((q, k, v, q_distant, k_distant), (v,)):
@@ -128,9 +128,11 @@ def test_plain_attention_and_a_window_are_operations_too():
     q, k, v = (torch.randn(1, heads, 19, 4) for heads in (4, 2, 2))
     for options in ({}, {"window_only": True}):
         sizes = {"sink_size": 2, "recent_size": 5, **options}
-        assert torch.equal(custom_ops.attend(Problem(q, k, v, **sizes))[0], shared_score_attention(q, k, v, **sizes))
+        assert torch.equal(
+            composed.attend_in_graph(Problem(q, k, v, **sizes))[0], shared_score_attention(q, k, v, **sizes)
+        )
     with pytest.raises(ValueError, match="does not fit|lengths must lie in 0..19"):
-        custom_ops.attend(Problem(q, k, v, sink_size=2, recent_size=5, lengths=torch.tensor([20])))
+        composed.attend_in_graph(Problem(q, k, v, sink_size=2, recent_size=5, lengths=torch.tensor([20])))
 
 
 def test_a_compiled_model_is_still_a_pod_model(graphs):

@@ -320,7 +320,7 @@ def test_damaged_gzip_keeps_what_comes_before(tmp_path):
         (["--source", "{}/blank.jsonl"], "blank.jsonl:1: no text: the file is empty"),
         (["--sequence-length", "1"], "--sequence-length 1"),
         (["--held-out", "1"], "--held-out 1.0"),
-        (["--tokenizer", "{}/void"], "--tokenizer {}/void"),
+        (["--tokenizer", "{}/void"], "no tokenizer can be loaded from '{}/void'"),
         (["--out", "{}"], "exists: choose another --out, or pass --force"),
         (["--out", "{}", "--force"], "not a prepared directory"),
     ],

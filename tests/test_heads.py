@@ -10,7 +10,7 @@ import torch
 
 import pod
 from pod.analyze import group
-from pod.blocks import METHODS, STREAMS
+from pod.grouping import METHODS, STREAMS
 from pod.heads import head_scores, streamed
 from pod.recipe.loading import load_recipe
 from pod.recipe.schema import RecipeError

@@ -16,12 +16,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pod.blocks import LayerBlocks
 from pod.fit import main
-from pod.model.config import PodLlamaConfig, PodMistralConfig, PodPhi3Config, PodQwen2Config, PodQwen3Config
 from pod.model.families import (
+    PodLlamaConfig,
     PodLlamaForCausalLM,
+    PodMistralConfig,
     PodMistralForCausalLM,
+    PodPhi3Config,
     PodPhi3ForCausalLM,
+    PodQwen2Config,
     PodQwen2ForCausalLM,
+    PodQwen3Config,
     PodQwen3ForCausalLM,
 )
 from pod.model.memory import Memory, Sharing
@@ -400,15 +404,15 @@ def test_every_recipe_has_a_plan(name, tmp_path, monkeypatch):
     [
         ({"gpu": "H101"}, "gpu=H101: must be one of H100, H200"),
         ({"utilisation": 0.0}, r"utilisation=0.0: must be in \(0, 1\]"),
-        ({"sequence_parallel_size": 3}, "sequence_parallel_size=3 GPUs: it must divide the 8 processes"),
-        ({"num_nodes": 8, "sequence_parallel_size": 64}, "and the 32 query heads"),
-        ({"strategy": "ddp", "sequence_parallel_size": 2}, "need strategy=deepspeed"),
-        ({"strategy": "ddp", "offload_optimizer": True}, "need strategy=deepspeed"),
+        ({"trainer.num_nodes": 8, "trainer.sequence_parallel_size": 64}, "=64 does not divide the model's 32 query he"),
+        ({"trainer.sequence_parallel_size": 3}, "sequence_parallel_size=3 does not divide the 8 processes"),
+        ({"trainer.strategy": "ddp"}, "sequence_parallel_size=2 needs trainer.strategy=deepspeed"),
     ],
 )
 def test_what_cannot_be_is_refused(options, message):
+    overrides = [f"{name}={value}" for name, value in options.items() if "." in name]
     with pytest.raises(RecipeError, match=message):
-        make_plan(load_recipe(["recipe=llama3-32k"]), **options)
+        make_plan(load_recipe(["recipe=llama3-32k", *overrides]), **{} if overrides else options)
 
 
 def test_an_unknown_model_is_refused():
@@ -477,29 +481,30 @@ assert peak < 2**20, peak  # KiB: no weights. ru_maxrss would begin at that of t
 
 # docs/PLANNING.md
 
-OFFLOAD = {"strategy": "deepspeed", "offload_optimizer": True, "offload_checkpoints": True, "tiled_mlp": True}
-ALL = {**OFFLOAD, "offload_parameters": True}
-ONE = ["trainer.devices=1", "trainer.sequence_parallel_size=1"]
+OFFLOAD = ["trainer.strategy=deepspeed", "model.offload_checkpoints=true", "model.mlp_tiles=2"]
+OPTIMIZER, ALL = [*OFFLOAD, "trainer.offload=optimizer"], [*OFFLOAD, "trainer.offload=parameters"]
+SPREAD = {count: f"trainer.sequence_parallel_size={count}" for count in (1, 2, 8)}
+ONE = ["trainer.devices=1", SPREAD[1]]
 HALF_MILLION = [*ONE, "data.sequence_length=500000", "trainer.tokens_per_batch=500000", "trainer.max_tokens=500000"]
 DENSE = ["blocks.kv_saving=0"]
 EXAMPLES = [
-    ("32K, 8 x H100", "llama3-32k", [], {}),
-    ("32K, 8 x H100, spread over 8", "llama3-32k", [], {"sequence_parallel_size": 8}),
-    ("32K, 8 x H200", "llama3-32k", [], {"gpu": "H200"}),
-    ("128K, 8 x H100, spread over 8", "llama31-128k", [], {"sequence_parallel_size": 8}),
-    ("128K, 8 x H200, spread over 8", "llama31-128k", [], {"sequence_parallel_size": 8, "gpu": "H200"}),
-    ("128K, 8 x H200, spread over 2", "llama31-128k", [], {"sequence_parallel_size": 2, "gpu": "H200"}),
-    ("32K, 1 x H200, offload", "llama3-32k", ONE, {**OFFLOAD, "gpu": "H200"}),
-    ("128K, 1 x H200, offload", "llama31-128k", ONE, {**OFFLOAD, "gpu": "H200"}),
-    ("500K, 1 x H100, offload all", "llama31-128k", HALF_MILLION, ALL),
-    ("500K dense, 1 x H100, offload all", "llama31-128k", [*HALF_MILLION, *DENSE], ALL),
-    ("500K dense, 1 x H200, offload all", "llama31-128k", [*HALF_MILLION, *DENSE], {**ALL, "gpu": "H200"}),
-]  # fmt: skip
+    ("32K, 8 x H100", "llama3-32k", [SPREAD[1]], "H100"),
+    ("32K, 8 x H100, spread over 8", "llama3-32k", [SPREAD[8]], "H100"),
+    ("32K, 8 x H200", "llama3-32k", [SPREAD[1]], "H200"),
+    ("128K, 8 x H100, spread over 8", "llama31-128k", [SPREAD[8]], "H100"),
+    ("128K, 8 x H200, spread over 8", "llama31-128k", [SPREAD[8]], "H200"),
+    ("128K, 8 x H200, spread over 2", "llama31-128k", [SPREAD[2]], "H200"),
+    ("32K, 1 x H200, offload", "llama3-32k", [*ONE, *OPTIMIZER], "H200"),
+    ("128K, 1 x H200, offload", "llama31-128k", [*ONE, *OPTIMIZER], "H200"),
+    ("500K, 1 x H100, offload all", "llama31-128k", [*HALF_MILLION, *ALL], "H100"),
+    ("500K dense, 1 x H100, offload all", "llama31-128k", [*HALF_MILLION, *DENSE, *ALL], "H100"),
+    ("500K dense, 1 x H200, offload all", "llama31-128k", [*HALF_MILLION, *DENSE, *ALL], "H200"),
+]
 
 
-def rows(title, name, overrides, options):
+def rows(title, name, overrides, gpu):
     """The example's row of each of the document's two tables."""
-    plan = make_plan(load_recipe([f"recipe={name}", *overrides]), **options)
+    plan = make_plan(load_recipe([f"recipe={name}", *overrides]), gpu)
     memory = plan.memory
     kinds = (
         memory.parameters, memory.gradients, memory.optimizer, memory.checkpoints, memory.attention, memory.mlp,
@@ -527,9 +532,7 @@ def test_the_documents_tables_hold_nothing_else():
 
 def test_the_documents_text_beside_the_published_lengths():
     text = (ROOT / "docs" / "PLANNING.md").read_text()
-    plans = [
-        make_plan(load_recipe([f"recipe={name}", *overrides]), **options) for _, name, overrides, options in EXAMPLES
-    ]
+    plans = [make_plan(load_recipe([f"recipe={name}", *overrides]), gpu) for _, name, overrides, gpu in EXAMPLES]
     shared, dense, dense_h200 = (plan.longest for plan in plans[-3:])
     said = (
         f"reaches {dense / 1e3:.0f}K on an H100 and {dense_h200 / 1e6:.2f}M on an H200 by this arithmetic, a PoD model "

@@ -285,10 +285,10 @@ def test_the_commands_in_the_help_are_whole(capsys):
 
 
 def test_two_runs_at_once_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(prepare, "WAIT", 0)
     folder = write_dolma(tmp_path / "in", 1, 3, 50)
     with prepare.work_folder(tmp_path / "out"):
-        with pytest.raises(ValueError, match="another run is preparing"):
+        with pytest.raises(ValueError, match="out is being written by process .*lock"):
             prepare.prepare([str(folder)], tmp_path / "out", **OPTIONS)
 
 

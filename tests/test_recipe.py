@@ -76,7 +76,7 @@ def test_every_recipe_loads(name):
     recipe = load_recipe([f"recipe={name}"])
     assert recipe.name == name
     assert output_folder(recipe) == Path("checkpoints") / name
-    assert accumulate(recipe, recipe.trainer.devices) >= 1
+    assert accumulate(recipe) >= 1
     assert 0 < warmup_steps(recipe) < steps(recipe)
 
 
@@ -478,8 +478,8 @@ def test_batch_that_does_not_divide_names_the_numbers():
         "(1024) * processes (1); the closest is 8192 or 10240"
     )
     with pytest.raises(RecipeError, match=r"4096 is not a multiple of 8192 .* processes \(2\); the closest is 8192$"):
-        accumulate(tiny(), 2)
-    assert accumulate(tiny("data.micro_batch_size=1"), 2) == 2
+        tiny("trainer.devices=2")
+    assert accumulate(tiny("trainer.devices=2", "data.micro_batch_size=1")) == 2
 
 
 def test_processes_that_share_a_sample_count_as_one():

@@ -373,7 +373,7 @@ print(type(made).__name__, type(made) is pod.PodQwen2Config, type(AutoModelForCa
 # A config that came by its own module, or out of a pickle, is known to the Auto classes too.
 ALONE = """
 import pickle, sys
-from pod.model.config import PodLlamaConfig
+from pod.model.families import PodLlamaConfig
 made = PodLlamaConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=31, intermediate_size=32)
 from transformers import AutoModelForCausalLM
 print(type(AutoModelForCausalLM.from_config(pickle.loads(pickle.dumps(made)))).__name__)

@@ -1,12 +1,10 @@
 """Tensor functions of PoD: no transformers, no lightning. A readable reference stands beside every fast version.
 
-problem.py             what shared-score attention is asked, and where the sequences lie in the rows
+attention.py           shared_score_attention: what it is asked, checked, and where the sequences lie in the rows
 reference.py           the eager truth of shared-score attention
-composed.py            the same from torch's flash attention pieces, with an exact backward
+composed.py            the same from torch's flash attention pieces, exact backward; one operation for torch.compile
 pieces.py              the plan of those pieces: every pair once
 flash.py               one piece and its log-sum-exp: torch's flash attention, cuDNN's, or eager chunks
-custom_ops.py          composed as one operation for torch.compile
-attention.py           shared_score_attention: chooses between them
 dispatch.py            which implementation runs: the one that is named, or was found right and fastest here
 segments.py            how a cache stores vectors: packed segments, rings, what is chosen of them
 cached.py              attention of a few queries to a cache, and its reference
@@ -21,13 +19,28 @@ cascade.py             which token goes where in a cascading cache
 triton/                everything that imports triton: the same by kernels
 """
 
-from pod_kernels import reference
-from pod_kernels.attention import shared_score_attention
+from torch import Tensor
+
+from pod_kernels import composed, reference
+from pod_kernels.attention import BACKENDS, Problem, shared_score_attention
 from pod_kernels.cached import attention_weights, cached_attention
 from pod_kernels.pages import paged_attention, refresh_pages
 from pod_kernels.quantized import Quantization, QuantizedSegments
 from pod_kernels.segments import LayerSlots, Segments
 from pod_kernels.skipping import SkipStats
+
+
+def _fused(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    try:
+        from pod_kernels.triton import fused  # only here, since this imports triton
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        raise ValueError("backend 'fused' needs triton: pip install triton, or choose 'composed'") from error
+    return fused.attend(problem)
+
+
+BACKENDS.update(reference=reference.attend, composed=composed.attend, fused=_fused)
 
 __all__ = [
     "LayerSlots",

@@ -15,7 +15,7 @@ The paper's gate is the share of this one softmax that falls on proximal keys.
 import torch
 from torch import Tensor
 
-from pod_kernels.problem import Problem
+from pod_kernels.attention import Problem
 
 
 def positions_and_documents(

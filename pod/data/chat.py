@@ -16,9 +16,6 @@ from typing import Any
 import numpy as np
 
 ROLES = ("system", "user", "assistant", "tool")
-BYTES_TEMPLATE_HINT = (
-    "give one with --chat-template FILE (a Jinja template, such as a chat model's chat_template.jinja)"
-)
 
 
 class BadChat(ValueError):
@@ -70,21 +67,12 @@ def load_chat(name: str, template: str | None) -> Callable[[list[dict[str, Any]]
             the text.
     """
     from jinja2.exceptions import TemplateError
-    from transformers import AutoTokenizer, ByT5Tokenizer
 
-    from pod.model.gguf import local
+    from pod.data.tokenizer import load_tokenizer
 
-    if name == "bytes":
-        tokenizer = ByT5Tokenizer(extra_ids=0)
-    else:
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(local(name))
-        except (OSError, ValueError) as error:
-            raise ValueError(f"--tokenizer {name}: 'bytes' or a tokenizer's directory. {error}") from None
-        if not tokenizer.is_fast:
-            raise ValueError(
-                f"--chat: the tokenizer {name} does not tell where its tokens lie; it needs tokenizer.json"
-            )
+    tokenizer = load_tokenizer(name)
+    if name != "bytes" and not tokenizer.is_fast:
+        raise ValueError(f"--chat: the tokenizer {name} does not tell where its tokens lie; it needs tokenizer.json")
     template = template or tokenizer.chat_template
     if not isinstance(template, str):
         raise ValueError(f"--chat: the tokenizer {name} has no chat template; give one with --chat-template FILE")

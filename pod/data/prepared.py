@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from pod.files import read_json
+from pod.files import digest, read_json
 from pod.training.loss import IGNORED
 
 FORMAT = "pod-prepared"
@@ -148,9 +148,8 @@ class PreparedData:
         """
         entries = [entry for name in self.splits if split in (None, name) for entry in self._files(name)]
         for entry in [*entries, *([self.index["held_out"]] if split is None else [])]:
-            with open(self.path / entry["file"], "rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
-                    raise ValueError(f"{self.path / entry['file']} is not what its index says (sha256): prepare again")
+            if digest(self.path / entry["file"]) != entry["sha256"]:
+                raise ValueError(f"{self.path / entry['file']} is not what its index says (sha256): prepare again")
 
     def held_out(self) -> list[str]:
         """sha256 (hex) of each held-out document's UTF-8 text, sorted."""

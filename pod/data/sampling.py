@@ -1,13 +1,16 @@
 """Which documents a prepared directory holds, in which order, and which of their tokens lie in which sample."""
 
 import hashlib
-import json
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from pod.data.prepared import token_dtype
+from pod.data.sample_writer import ShardWriter
+from pod.files import note_whole, whole
 
 TOLERANCE = 0.02  # how much fewer tokens an interval of lengths may give than the poorest has
 BLOCK = 2**19  # tokens in memory at once while a shard is written
@@ -120,7 +123,7 @@ class Plan:
     learned: list[Path] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.dtype = np.dtype("<u2" if self.vocab_size <= 65535 else "<u4")
+        self.dtype = token_dtype(self.vocab_size)
         self.ends = np.cumsum(self.length)
         self._open: dict[int, Any] = {}
         self._marks: Plan | None = None
@@ -195,19 +198,9 @@ def write_shard(plan: Plan, split: str, samples_of_a_shard: int, folder: Path, n
     Returns:
         dict(shard, tokens), as `SampleWriter.adopt` takes them.
     """
-    from pod.data.sample_writer import ShardWriter
-    from pod.files import naming
-
     note = folder.with_name(f"{folder.name}-{split}-{number:05d}.json")
-    if note.is_file():
-        try:
-            known = json.loads(note.read_text())
-            entries = [entry for entry in known["shard"].values() if isinstance(entry, dict)]
-        except (ValueError, KeyError, AttributeError):  # damaged: the shard is written again
-            entries = []
-        if entries and all((folder / entry["file"]).is_file() for entry in entries):
-            if all(_sha256(folder / entry["file"]) == entry["sha256"] for entry in entries):
-                return known
+    if known := whole(note):
+        return known
     writer = ShardWriter(
         folder,
         split,
@@ -223,13 +216,6 @@ def write_shard(plan: Plan, split: str, samples_of_a_shard: int, folder: Path, n
         end = min(begin + step, last)
         writer.add(*plan.read(begin, end), learned=plan.marks(begin, end))
     done = {"shard": writer.close(), "tokens": writer.tokens}
-    with naming(note):
-        aside = note.with_suffix(".tmp")
-        aside.write_text(json.dumps(done))
-        os.replace(aside, note)
+    entries = [entry for entry in done["shard"].values() if isinstance(entry, dict)]
+    note_whole(note, done, {f"{folder.name}/{entry['file']}": entry["sha256"] for entry in entries})
     return done
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -8,7 +8,7 @@ folder, named after the unit's content:
     KEY.learned of chats: 1 for each of these that is learned, else 0, uint8
     KEY.npy     [documents] of (length, sha256), the latter of the UTF-8 text, or of the uint32 ids of what came
                 tokenised
-    KEY.json    counts, problems, and the sha256 of the other two; written last, so it says that the unit is whole
+    KEY.json    counts, problems, and the sha256 of the others; written last, so it says that the unit is whole
 """
 
 import gzip
@@ -28,7 +28,9 @@ import numpy as np
 from pod.data import hub
 from pod.data.chat import BadChat, load_chat, parse_chat
 from pod.data.mds import BadShard, Shard, read_index
+from pod.data.prepared import token_dtype
 from pod.extras import require
+from pod.files import digest, naming, note_whole, whole
 
 TEXT = (".txt", ".text", ".md", ".markdown", ".py")
 LINES = (".jsonl", ".jsonl.gz")
@@ -313,14 +315,9 @@ def load_tokenizer(name: str) -> tuple[Callable[[str], np.ndarray], int, int]:
             return ids
 
         return encode_bytes, BYTES_VOCABULARY, 0
-    from transformers import AutoTokenizer
+    from pod.data.tokenizer import load_tokenizer as load  # here: `--help` should not wait for tokenizers
 
-    from pod.model.gguf import local
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(local(name))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--tokenizer {name}: 'bytes' or a tokenizer's directory. {error}") from None
+    tokenizer = load(name)
     end = tokenizer.eos_token_id
 
     def encode(text: str) -> np.ndarray:
@@ -363,19 +360,12 @@ def read_unit(unit: Unit, reading: Reading, folder: Path, skip_bad_shards: bool)
         BadShard: an MDS shard is bad, and `skip_bad_shards` is off.
         ValueError: a token id that the tokenizer does not have.
     """
-    from pod.files import naming  # here: torch comes along, and `--help` should not wait for it
-
     key = reading.key(unit)
     ids_file, table_file, note = (folder / f"{key}{suffix}" for suffix in (".ids", ".npy", ".json"))
     learned_file = folder / f"{key}.learned"
-    if note.is_file():
-        try:
-            known = json.loads(note.read_text())
-        except ValueError:  # damaged: the unit is read again
-            known = {"sha256": None}
-        if known["sha256"] == [_digest(ids_file), _digest(table_file), _digest(learned_file)]:
-            return known["result"]
-    dtype = np.dtype("<u2" if reading.vocab_size <= 65535 else "<u4")
+    if known := whole(note):
+        return known
+    dtype = token_dtype(reading.vocab_size)
     table, problems, tokens, written = bytearray(), [], 0, hashlib.sha256()
 
     def documents() -> Iterator[tuple[np.ndarray, np.ndarray | None, bytes]]:
@@ -407,13 +397,13 @@ def read_unit(unit: Unit, reading: Reading, folder: Path, skip_bad_shards: bool)
             files.enter_context(naming(ids_file))
             file = files.enter_context(open(ids_file, "wb"))
             marks = files.enter_context(open(learned_file, "wb")) if reading.chat else None
-            for ids, learned, digest in documents():
+            for ids, learned, own_sum in documents():
                 content = np.ascontiguousarray(ids, dtype).data
                 file.write(content)
                 written.update(content)
                 if marks is not None:
                     marks.write(learned.astype(np.uint8).data)
-                table += len(ids).to_bytes(8, "little") + digest
+                table += len(ids).to_bytes(8, "little") + own_sum
                 tokens += len(ids)
                 if reading.is_enough(len(table) // DOCUMENT.itemsize, tokens):
                     break
@@ -426,16 +416,6 @@ def read_unit(unit: Unit, reading: Reading, folder: Path, skip_bad_shards: bool)
     with naming(table_file):
         np.save(table_file, np.frombuffer(table, DOCUMENT))
     result = {"key": key, "documents": len(table) // DOCUMENT.itemsize, "tokens": tokens, "problems": problems}
-    digests = [written.hexdigest(), _digest(table_file), _digest(learned_file)]
-    with naming(note):
-        aside = note.with_suffix(".tmp")
-        aside.write_text(json.dumps({"sha256": digests, "result": result}))
-        os.replace(aside, note)
+    sums = {file.name: digest(file) for file in [table_file, *([learned_file] if reading.chat else [])]}
+    note_whole(note, result, sums | {ids_file.name: written.hexdigest()})
     return result
-
-
-def _digest(path: Path) -> str | None:
-    if not path.is_file():
-        return None
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -22,7 +22,10 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         announce_hub(name)
         return AutoTokenizer.from_pretrained(local(name))
     except Exception as error:  # what tokenizers raises for a damaged file is a bare Exception
-        raise ValueError(f"no tokenizer can be loaded from {name!r}: {' '.join(str(error).split())}") from error
+        raise ValueError(
+            f"no tokenizer can be loaded from {name!r}: {' '.join(str(error).split())}; give bytes, a directory, a hub "
+            "id or a GGUF file"
+        ) from error
 
 
 def check_vocabulary(data: PreparedData, vocab_size: int) -> None:

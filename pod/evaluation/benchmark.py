@@ -37,7 +37,7 @@ class Benchmark(ABC):
 
     Attributes:
         name: of the benchmark.
-        published: rows of papers, as the benchmark's own report prints them.
+        published: row -> scores, as a paper has them under `published_columns`; `published_in`: where that is.
         what: heads the first column of a comparison.
         weighs_cache: the cache of the longest prompt is measured, and written to `cache.json`.
         asks_beyond: tokens that come on top of `lengths`, at least.
@@ -49,7 +49,9 @@ class Benchmark(ABC):
     """
 
     name: ClassVar[str]
-    published: ClassVar[Sequence[Any]] = ()
+    published: ClassVar[Mapping[str, Sequence[float]]] = {}
+    published_columns: ClassVar[Sequence[str]] = ()
+    published_in: ClassVar[str] = ""
     what: ClassVar[str] = "set"
     weighs_cache: ClassVar[bool] = False
     asks_beyond: ClassVar[int] = 0
@@ -79,9 +81,27 @@ class Benchmark(ABC):
     def aggregate(self, scores: dict[str, Score]) -> dict[str, float | None]:
         """The means that papers print, by name; None where one of their sets is missing. `scores`: by set."""
 
-    @abstractmethod
+    def table(self, scores: dict[str, Score], counts: dict[str, int]) -> str:
+        """As Markdown a row for each set, or part of one, the means, and what was published; counts: of predictions."""
+        rows = []
+        for name, one in scores.items():
+            parts = {f"{name}, {part}": value for part, value in one.items()} if isinstance(one, dict) else {name: one}
+            rows += [[said, str(counts[name]), f"{value:.2f}"] for said, value in parts.items()]
+        rows += [[name, "", f"{value:.2f}"] for name, value in self.aggregate(scores).items() if value is not None]
+        parts = [self.title, report.markdown_table([self.what, "samples", "score"], rows)]
+        if self.published_in:
+            known = [[name, *(f"{value:.2f}" for value in values)] for name, values in self.published.items()]
+            parts += [f"Published ({self.published_in}):"]
+            parts += [report.markdown_table(["method", *self.published_columns], known)]
+        return "\n\n".join(filter(None, parts))
+
     def write(self, scores: dict[str, Score], counts: dict[str, int], folder: Path) -> None:
-        """Write `scores.json` and what else belongs to it into a folder, and print it; counts: of predictions."""
+        """Write `scores.json`, `scores.md` and what else belongs to them into a folder, and print the table."""
+        result = {"scores": scores, "averages": self.aggregate(scores), "samples": counts}
+        report.write_json(folder / "scores.json", result)
+        table = self.table(scores, counts)
+        report.write(folder / "scores.md", table + "\n")
+        print(f"{table}\nwritten: {folder}/scores.json, scores.md")
 
     def compared(self, scores: dict[str, Score]) -> dict[str, float | None]:
         """The lines of a comparison: every set or part of one, then the means."""

@@ -211,7 +211,6 @@ class InfiniteBench(Benchmark):
 
     name = "infinitebench"
     what = "task, window"
-    published = tuple(PUBLISHED.items())
 
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
@@ -286,22 +285,17 @@ class InfiniteBench(Benchmark):
         cells = [one["score"] if isinstance(one, dict) else one for one in scores.values()]
         return {f"mean of {len(cells)}": round(sum(cells) / len(cells), 2)}
 
-    def write(self, scores: dict[str, Score], counts: dict[str, int], folder: Path) -> None:
+    def table(self, scores: dict[str, Score], counts: dict[str, int]) -> str:
         rows = []
         for name, one in scores.items():
             task, _, length = name.rpartition("-")
             value, ceiling = (one["score"], f"{one['ceiling']:.2f}") if isinstance(one, dict) else (one, "")
             rows.append([task, length, str(counts[name]), f"{value:.2f}", ceiling])
-        ((mean, value),) = self.aggregate(scores).items()
-        rows.append([mean, "", "", f"{value:.2f}", ""])
+        rows += [[mean, "", "", f"{value:.2f}", ""] for mean, value in self.aggregate(scores).items()]
         table = report.markdown_table(["task", "window", "samples", "score", "ceiling by truncation"], rows)
-        content = {"scores": scores, "averages": {mean: value}, "samples": counts}
-        report.write_json(folder / "scores.json", content)
         if not self.options.made:
             table += f"\n\nPublished (arXiv 2412.02252, LLaMA3.1-8B):\n\n{published_table(list(scores))}"
-        report.write(folder / "scores.md", table + "\n")
-        print(table)
-        print(f"written: {folder}/scores.json, scores.md")
+        return table
 
 
 main = command(InfiniteBench, __doc__)

@@ -23,7 +23,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from pod.evaluation import metrics, report
+from pod.evaluation import metrics
 from pod.evaluation.benchmark import Benchmark, Row, Score, add_limit, check_limit, command, read_sets, resolve_sets
 from pod.evaluation.lines import Fields, read_lines
 from pod.evaluation.metrics.l_eval import GROUPS, SETS
@@ -201,7 +201,9 @@ class LEval(Benchmark):
     """See the module's docstring."""
 
     name = "leval"
-    published = tuple(PUBLISHED.items())
+    published = PUBLISHED
+    published_columns = ("Closed", "QA", "Summ", "Avg.")
+    published_in = "arXiv 2412.02252, LLaMA3-8B-32K"
     asks_beyond = MAX_NEW_TOKENS
 
     @staticmethod
@@ -265,22 +267,8 @@ class LEval(Benchmark):
             means[f"Avg. of Closed (7), QA, Summ ({part})"] = mean([closed, questions, means[f"Summ, {part}"]])
         return means
 
-    def write(self, scores: dict[str, Score], counts: dict[str, int], folder: Path) -> None:
-        means = self.aggregate(scores)
-        rows = []
-        for name, one in scores.items():
-            parts = {f"{name}, {part}": value for part, value in one.items()} if isinstance(one, dict) else {name: one}
-            asked = counts[name] // (2 if name == "sci_fi" else 1)
-            rows += [[said, str(asked), f"{value:.2f}"] for said, value in parts.items()]
-        rows += [[name, "", f"{value:.2f}"] for name, value in means.items() if value is not None]
-        table = report.markdown_table(["set", "questions", "score"], rows)
-        known = [[name, *(f"{value:.2f}" for value in values)] for name, values in PUBLISHED.items()]
-        said = report.markdown_table(["method", "Closed", "QA", "Summ", "Avg."], known)
-        table += f"\n\nPublished (arXiv 2412.02252, LLaMA3-8B-32K):\n\n{said}"
-        report.write_json(folder / "scores.json", {"scores": scores, "averages": means, "samples": counts})
-        report.write(folder / "scores.md", table + "\n")
-        print(table)
-        print(f"written: {folder}/scores.json, scores.md")
+    def table(self, scores: dict[str, Score], counts: dict[str, int]) -> str:
+        return super().table(scores, counts | {"sci_fi": counts.get("sci_fi", 0) // 2})
 
 
 main = command(LEval, __doc__)

@@ -362,40 +362,12 @@ def averages(scores: dict[str, Any]) -> dict[str, float | None]:
     return {name: None if value is None else round(value, 2) for name, value in found.items()}
 
 
-def table(scores: dict[str, Any], counts: dict[str, int]) -> str:
-    """Scores and averages as Markdown.
-
-    Args:
-        scores: set -> score, as `score` gives it.
-        counts: set -> samples that were scored.
-    """
-
-    def cell(value: float | None) -> str:
-        return "-" if value is None else f"{value:.2f}"
-
-    lines = ["| set | samples | score |", "|---|--:|--:|"]
-    plain = {name: value for name, value in scores.items() if not isinstance(value, dict)}
-    lines += [f"| {name} | {counts[name]} | {cell(value)} |" for name, value in plain.items()]
-    lines += [f"| {name} | | {cell(value)} |" for name, value in averages(plain).items() if value is not None]
-    if not plain:
-        lines = []
-    by_length = {name: value for name, value in scores.items() if isinstance(value, dict)}
-    if by_length:
-        lines += [""] if lines else []
-        lines += [f"| set | samples | {' | '.join(metrics.LENGTH_BUCKETS)} |", "|---|--:|--:|--:|--:|"]
-        for name, value in by_length.items():
-            cells = " | ".join(cell(value[bucket]) for bucket in metrics.LENGTH_BUCKETS)
-            lines.append(f"| {name} | {counts[name]} | {cells} |")
-    return "\n".join(lines)
-
-
 class LongBench(Benchmark):
     """See the module's docstring."""
 
     name = "longbench"
     weighs_cache = True
     asks_beyond = 1  # the answer
-    published = PUBLISHED
 
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
@@ -445,11 +417,17 @@ class LongBench(Benchmark):
     def aggregate(self, scores: dict[str, Score]) -> dict[str, float | None]:
         return averages({name: value for name, value in scores.items() if not isinstance(value, dict)})
 
-    def write(self, scores: dict[str, Score], counts: dict[str, int], folder: Path) -> None:
-        result = {"scores": scores, "averages": self.aggregate(scores), "samples": counts}
-        report.write_json(folder / "scores.json", result)
-        print(table(scores, counts))
-        print(f"written: {folder}/scores.json")
+    def table(self, scores: dict[str, Score], counts: dict[str, int]) -> str:
+        by_length = {name: value for name, value in scores.items() if isinstance(value, dict)}
+        plain = {name: value for name, value in scores.items() if name not in by_length}
+        tables = [super().table(plain, counts)] if plain else []
+        if by_length:
+            rows = [
+                [name, str(counts[name]), *("-" if value is None else f"{value:.2f}" for value in found.values())]
+                for name, found in by_length.items()
+            ]
+            tables.append(report.markdown_table(["set", "samples", *metrics.LENGTH_BUCKETS], rows))
+        return "\n\n".join(tables)
 
 
 def _check_segmentation(tasks: Iterable[str]) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from pod.evaluation import metrics, report
+from pod.evaluation import metrics
 from pod.evaluation.benchmark import Benchmark, Row, Score, add_limit, check_limit, command, read_sets
 from pod.evaluation.command import add_numbers
 from pod.evaluation.lines import Fields, check_fields, read_lines
@@ -366,7 +366,9 @@ class NeedleBench(Benchmark):
     """See the module's docstring. A set is a task in one language, `TASK-LANGUAGE`."""
 
     name = "needlebench"
-    published = tuple(PUBLISHED.items())
+    published = PUBLISHED
+    published_columns = ("S-RT", "M-RT", "M-RS", "overall")
+    published_in = "arXiv 2503.12491, means of Chinese and English; 32K, 1,024 per layer"
 
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
@@ -440,19 +442,6 @@ class NeedleBench(Benchmark):
         known = [means[f"{group}, mean"] for group in WEIGHTS]
         overall = None if None in known else sum(w * one for w, one in zip(WEIGHTS.values(), known, strict=True))
         return means | {"overall (0.4, 0.3, 0.3)": overall}
-
-    def write(self, scores: dict[str, Score], counts: dict[str, int], folder: Path) -> None:
-        means = self.aggregate(scores)
-        rows = [[name, str(counts[name]), f"{value:.2f}"] for name, value in scores.items()]
-        rows += [[name, "", f"{value:.2f}"] for name, value in means.items() if value is not None]
-        known = [[name, *(f"{value:.2f}" for value in values)] for name, values in PUBLISHED.items()]
-        said = report.markdown_table(["32K, 1,024 per layer", "S-RT", "M-RT", "M-RS", "overall"], known)
-        table = f"{self.title}\n\n" + report.markdown_table(["task", "prompts", "score"], rows)
-        table += f"\n\nPublished (arXiv 2503.12491, means of Chinese and English):\n\n{said}"
-        report.write_json(folder / "scores.json", {"scores": scores, "averages": means, "samples": counts})
-        report.write(folder / "scores.md", table + "\n")
-        print(table)
-        print(f"written: {folder}/scores.json, scores.md")
 
 
 main = command(NeedleBench, __doc__)

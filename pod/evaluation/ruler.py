@@ -301,10 +301,10 @@ class Ruler(Benchmark):
         rows = {task: {n: scores[f"{task}-{n}"] for n in self.lengths} for task in self.tasks}
         averages = dict(zip(self.lengths, self.aggregate(scores).values(), strict=True))
         names = [str(length) for length in self.lengths]
-        lines = [f"| task | {' | '.join(names)} |", "|---|" + "--:|" * len(names)]
-        for name, row in [*rows.items(), *([("average", averages)] if len(rows) > 1 else [])]:
-            lines.append(f"| {name} | {' | '.join(f'{value:.2f}' for value in row.values())} |")
-        table = "\n".join(lines)
+        lines = rows | ({"average": averages} if len(rows) > 1 else {})
+        table = report.markdown_table(
+            ["task", *names], [[name, *(f"{value:.2f}" for value in row.values())] for name, row in lines.items()]
+        )
         made = {"samples": self.options.samples, "seed": self.options.seed, "revision": REVISION}
         if self.prepared:
             made = {"samples": counts, "prepared": str(self.options.prepared)}

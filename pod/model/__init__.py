@@ -1,12 +1,10 @@
-"""A PoD model: configs and families, one decoder layer for all of them, what a call may ask.
+"""A PoD model: the families, one decoder layer for all of them, what a call may ask.
 
-config.py             PodLlamaConfig, PodMistralConfig, PodPhi3Config, PodQwen2Config, PodQwen3Config
-layer.py              one decoder layer for all families: attention with running anchors
 inputs.py             padding and packed documents read off a call; what is refused
 placement.py          a model on several devices: device maps that cut no block
 offload.py            activations kept in the CPU's memory
-decoder.py            the decoder stack and the causal LM, mixed into every family's
-families.py           the families' classes; convert
+decoder.py            attention with running anchors, layer, stack and causal LM, mixed into every family's
+families.py           the families: each one's config and classes; convert
 adapter.py            a model by name, with an adapter on top: load
 graph.py              one CUDA graph for the decode steps of a generate call
 probe.py              a running model's attention layers, watched sample by sample

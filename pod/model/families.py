@@ -1,29 +1,34 @@
 """The model families: each one's classes with PoD mixed in, and `convert`, which turns a Hugging Face LLM into one.
 
-A further family takes a config class in `pod.model.config`, four classes here and an entry in `FAMILIES`, when its
-attention is q, k, v projections, optional q/k norm, RoPE and an output projection, and its layer is the usual pre-norm
-pair.
+A further family takes a config, four classes and an entry in `FAMILIES`, when its attention is q, k, v projections,
+optional q/k norm, RoPE and an output projection, and its layer is the usual pre-norm pair.
 docs/NEW_FAMILY.md walks through Phi-3, whose projections are one matrix.
 """
 
 from pathlib import Path
 
 import torch
+from huggingface_hub.dataclasses import strict
 from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    LlamaConfig,
     LlamaForCausalLM,
     LlamaModel,
+    MistralConfig,
     MistralForCausalLM,
     MistralModel,
+    Phi3Config,
     Phi3ForCausalLM,
     Phi3Model,
     PreTrainedConfig,
     PreTrainedModel,
+    Qwen2Config,
     Qwen2ForCausalLM,
     Qwen2Model,
+    Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3Model,
 )
@@ -33,20 +38,61 @@ from transformers.models.phi3.modeling_phi3 import Phi3Attention, Phi3DecoderLay
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer
 
-from pod.blocks import LayerBlocks
+from pod.blocks import LayerBlocks, PodConfigMixin, check_sizes
 from pod.files import opening
-from pod.model.config import (
-    PodLlamaConfig,
-    PodMistralConfig,
-    PodPhi3Config,
-    PodQwen2Config,
-    PodQwen3Config,
-    check_sizes,
-)
-from pod.model.decoder import PodForCausalLM, PodModel
+from pod.model.decoder import PodAttention, PodDecoderLayer, PodForCausalLM, PodModel
 from pod.model.inputs import check_devices
-from pod.model.layer import PodAttention, PodDecoderLayer
 from pod.model.weights import load_causal_lm
+
+
+@strict
+class PodLlamaConfig(PodConfigMixin, LlamaConfig):
+    """Config of a Llama with shared distant scores; the PoD fields are those of `PodConfigMixin`."""
+
+    model_type = "pod_llama"
+
+
+@strict
+class PodMistralConfig(PodConfigMixin, MistralConfig):
+    """Config of a Mistral with shared distant scores; the PoD fields are those of `PodConfigMixin`."""
+
+    model_type = "pod_mistral"
+
+    sliding_window: int | None = None
+
+
+@strict
+class PodPhi3Config(PodConfigMixin, Phi3Config):
+    """Config of a Phi-3 (or Phi-4) with shared distant scores; the PoD fields are those of `PodConfigMixin`."""
+
+    model_type = "pod_phi3"
+
+    head_dim: int | None = None  # no field of the family's
+
+    def __post_init__(self, **kwargs) -> None:
+        super().__post_init__(**kwargs)
+        if self.rope_parameters["rope_type"] != "default" or self.rope_parameters["partial_rotary_factor"] != 1:
+            raise ValueError(
+                f"rope_parameters is {self.rope_parameters}: a Phi-3 with LongRoPE computes its whole cache again "
+                "where the text outgrows original_max_position_embeddings, and one with partial_rotary_factor rotates "
+                "a part of each head; PoD does neither. Use a model with plain RoPE, such as Phi-4."
+            )
+
+
+@strict
+class PodQwen2Config(PodConfigMixin, Qwen2Config):
+    """Config of a Qwen2 (or Qwen2.5) with shared distant scores; the PoD fields are those of `PodConfigMixin`."""
+
+    model_type = "pod_qwen2"
+
+    head_dim: int | None = None  # no field of the family's
+
+
+@strict
+class PodQwen3Config(PodConfigMixin, Qwen3Config):
+    """Config of a Qwen3 with shared distant scores; the PoD fields are those of `PodConfigMixin`."""
+
+    model_type = "pod_qwen3"
 
 
 class PodLlamaAttention(PodAttention, LlamaAttention):

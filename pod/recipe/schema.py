@@ -204,17 +204,13 @@ def data_parallel_size(recipe: Recipe) -> int:
     return recipe.trainer.devices * recipe.trainer.num_nodes // recipe.trainer.sequence_parallel_size
 
 
-def accumulate(recipe: Recipe, num_processes: int | None = None) -> int:
+def accumulate(recipe: Recipe) -> int:
     """Forward and backward passes of each process in one optimiser step.
-
-    Args:
-        num_processes: processes that each read samples of their own; None: the recipe's `data_parallel_size`.
 
     Raises:
         RecipeError: `trainer.tokens_per_batch` is not a multiple of the tokens of one pass of all processes.
     """
-    if num_processes is None:
-        num_processes = data_parallel_size(recipe)
+    num_processes = data_parallel_size(recipe)
     micro, length = recipe.data.micro_batch_size, recipe.data.sequence_length
     wanted, one_pass = recipe.trainer.tokens_per_batch, micro * length * num_processes
     if wanted % one_pass:

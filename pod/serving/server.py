@@ -4,12 +4,12 @@ import time
 
 from transformers import AutoConfig
 
+from pod.blocks import PodConfigMixin
 from pod.cache import PodCache
 from pod.evaluation.models import asks_apart, require_model
 from pod.eviction import Eviction
 from pod.extras import require
 from pod.files import opening
-from pod.model.config import PodConfigMixin
 from pod.model.families import FAMILIES
 from pod_kernels import Quantization
 

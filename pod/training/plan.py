@@ -158,31 +158,16 @@ def config_of(recipe: Recipe) -> dict[str, Any]:
     )
 
 
-def make_plan(
-    recipe: Recipe,
-    *,
-    gpu: str = "H100",
-    utilisation: float = 0.4,
-    strategy: str | None = None,
-    num_nodes: int = 1,
-    sequence_parallel_size: int = 1,
-    tiled_mlp: bool = False,
-    offload_checkpoints: bool = False,
-    offload_optimizer: bool = False,
-    offload_parameters: bool = False,
-) -> Plan:
-    """Plan a recipe.
+def make_plan(recipe: Recipe, gpu: str = "H100", utilisation: float = 0.4) -> Plan:
+    """Plan a recipe, on GPUs as it lays them out; strategy auto is ddp, as in `pod.fit`.
 
     Args:
         recipe: what to plan.
         gpu: a key of `GPUS`.
         utilisation: the share of the peak FLOP/s that the model's FLOPs take, in (0, 1].
-        strategy: auto, ddp or deepspeed, as `trainer.strategy`, which it is when None. auto is ddp, as in `pod.fit`.
-        num_nodes, sequence_parallel_size: machines; GPUs that share a sample.
-        tiled_mlp, offload_checkpoints, offload_optimizer, offload_parameters: as in `Memory`.
 
     Raises:
-        RecipeError: an unknown GPU or model, or a layout that cannot be.
+        RecipeError: an unknown GPU or model, or a layout that the model cannot have.
     """
     if gpu not in GPUS:
         raise RecipeError(f"gpu={gpu}: must be one of {', '.join(GPUS)}")
@@ -191,17 +176,12 @@ def make_plan(
     shape = Shape.from_config(config_of(recipe))
     if recipe.model.share == "window":
         shape = replace(shape, window=recipe.model.sink_size + recipe.model.recent_size)
-    world = recipe.trainer.devices * num_nodes
-    strategy = strategy or recipe.trainer.strategy
-    spread = sequence_parallel_size
-    if world % spread or shape.heads % spread or recipe.data.sequence_length < spread:
+    trainer, spread = recipe.trainer, recipe.trainer.sequence_parallel_size
+    if shape.heads % spread:
         raise RecipeError(
-            f"a sample cannot be spread over sequence_parallel_size={spread} GPUs: it must divide the "
-            f"{world} processes and the {shape.heads} query heads, and data.sequence_length="
-            f"{recipe.data.sequence_length} must not be below it"
+            f"trainer.sequence_parallel_size={spread} does not divide the model's {shape.heads} query heads: no sample "
+            "can be spread so"
         )
-    if strategy != "deepspeed" and (spread > 1 or offload_optimizer or offload_parameters):
-        raise RecipeError("sequence parallelism and offloading of the model's states need strategy=deepspeed")
     share = recipe.model.share
     if recipe.blocks.file is not None:
         blocks = LayerBlocks.load(recipe.blocks.file)
@@ -218,26 +198,25 @@ def make_plan(
         sharing = Sharing.at_most(shape, 0.25, share)  # where the most pairs go on
     else:
         sharing = Sharing.at_most(shape, recipe.blocks.kv_saving, share)
-    zero = strategy == "deepspeed"
-    half = recipe.trainer.precision != "32-true"
+    zero = trainer.strategy == "deepspeed"
     memory = Memory(
         shape,
         sharing,
         length=recipe.data.sequence_length,
         micro_batch=recipe.data.micro_batch_size,
         zero=zero,
-        stage=recipe.trainer.zero_stage,
-        processes=world,
+        stage=trainer.zero_stage,
+        processes=trainer.devices * trainer.num_nodes,
         sequence_parallel=spread,
-        weight_bytes=2 if recipe.trainer.precision == "bf16-true" or recipe.model.dtype == "bfloat16" else 4,
-        activation_bytes=2 if half else 4,
-        autocast=recipe.trainer.precision == "bf16-mixed" and recipe.model.dtype == "float32" and not zero,
+        weight_bytes=2 if trainer.precision == "bf16-true" or recipe.model.dtype == "bfloat16" else 4,
+        activation_bytes=4 if trainer.precision == "32-true" else 2,
+        autocast=trainer.precision == "bf16-mixed" and recipe.model.dtype == "float32" and not zero,
         checkpointing=recipe.model.gradient_checkpointing,
-        loss_chunk=recipe.trainer.loss_chunk,
-        tiled_mlp=tiled_mlp,
-        offload_checkpoints=offload_checkpoints,
-        offload_optimizer=offload_optimizer,
-        offload_parameters=offload_parameters,
+        loss_chunk=trainer.loss_chunk,
+        tiled_mlp=recipe.model.mlp_tiles > 1,
+        offload_checkpoints=recipe.model.offload_checkpoints,
+        offload_optimizer=trainer.offload != "nothing",
+        offload_parameters=trainer.offload == "parameters",
         adapters=shape.adapters(recipe.lora.rank, recipe.lora.targets),
         distills=recipe.distill.weight > 0,
         teacher=recipe.distill.weight > 0 and recipe.lora.rank == 0,
@@ -248,9 +227,9 @@ def make_plan(
         gpu=GPUS[gpu],
         gpu_name=gpu,
         utilisation=utilisation,
-        nodes=num_nodes,
-        devices=recipe.trainer.devices,
-        accumulation=accumulate(recipe, world // spread),
+        nodes=trainer.num_nodes,
+        devices=trainer.devices,
+        accumulation=accumulate(recipe),
         steps=steps(recipe),
         upper_bound=(recipe.blocks.file is None and recipe.blocks.size is None) or recipe.blocks.streaming > 0,
     )
@@ -272,19 +251,7 @@ def show_plan(arguments: Sequence[str]) -> int:
             raise RecipeError(f"utilisation={given['utilisation']}: wanted a number") from None
         own = ("plan=", "gpu=", "utilisation=")
         recipe = load_recipe([argument for argument in arguments if not argument.startswith(own)])
-        trainer = recipe.trainer
-        plan = make_plan(
-            recipe,
-            gpu=given.get("gpu", "H100"),
-            utilisation=utilisation,
-            strategy=trainer.strategy,
-            num_nodes=trainer.num_nodes,
-            sequence_parallel_size=trainer.sequence_parallel_size,
-            tiled_mlp=recipe.model.mlp_tiles > 1,
-            offload_checkpoints=recipe.model.offload_checkpoints,
-            offload_optimizer=trainer.offload != "nothing",
-            offload_parameters=trainer.offload == "parameters",
-        )
+        plan = make_plan(recipe, given.get("gpu", "H100"), utilisation)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

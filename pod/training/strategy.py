@@ -29,7 +29,7 @@ from lightning.pytorch.strategies.deepspeed import remove_module_hooks
 from torch import Tensor, nn
 
 from pod.extras import require
-from pod.model.layer import PodAttention, PodDecoderLayer
+from pod.model.decoder import PodAttention, PodDecoderLayer
 from pod.model.sequence_parallel import SequenceGroup
 
 COMPLETE = "complete.json"  # in a checkpoint's directory: all shards are written, and by how many processes

@@ -379,7 +379,7 @@ def test_the_table_has_an_average(tmp_path, capsys):
     options.haystack = options.squad = options.hotpotqa = None
     scores = {"vt-512": 50.0, "vt-1024": 0.0, "cwe-512": 100.0, "cwe-1024": 25.0}
     ruler.Ruler(options).write(scores, {}, tmp_path)
-    assert "| average | 75.00 | 12.50 |" in capsys.readouterr().out
+    assert "| average | 75.00 | 12.50 |" in " ".join(capsys.readouterr().out.split())
     assert json.loads((tmp_path / "scores.json").read_text())["averages"] == {"512": 75.0, "1024": 12.5}
 
 
@@ -400,7 +400,7 @@ def test_the_script_end_to_end(ckpt, tmp_path, capsys):
     arguments += ["--batch-size", "2", "--tasks", "niah_single_2", "--haystack", str(story)]
     assert command.main(arguments) == 0
     assert json.loads((out / "scores.json").read_text())["scores"] == {"niah_single_2": {"512": 0.0, "600": 0.0}}
-    assert (out / "scores.md").read_text().startswith("| task | 512 | 600 |")
+    assert (out / "scores.md").read_text().split()[:7] == "| task | 512 | 600 |".split()
     assert (out / "scores.png").stat().st_size > 1000
     # What the predictions say is what is scored.
     path = out / "niah_single_2-600.jsonl"

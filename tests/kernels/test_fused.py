@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pod_kernels import attention, dispatch, reference, shared_score_attention
-from pod_kernels.problem import sequence_spans
+from pod_kernels.attention import sequence_spans
 
 triton = pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
 import triton.language as tl  # noqa: E402

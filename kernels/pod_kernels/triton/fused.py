@@ -1,6 +1,6 @@
 """Shared-score attention in one Triton kernel over two sources of logits: launches and operations.
 
-Never imported before it is used: importing it imports triton (`pod_kernels.attention` does so when it runs it).
+Never imported before it is used: importing it imports triton (the package does so when it runs it).
 
 The kernels are `fused_forward.py` and `fused_backward.py`; `fused_tiles.py` says how the pairs are cut into tiles.
 """
@@ -12,7 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from pod_kernels.problem import Problem, sequence_spans
+from pod_kernels.attention import Problem, sequence_spans
 from pod_kernels.triton.fused_backward import key_grad_kernel, query_grad_kernel
 from pod_kernels.triton.fused_forward import forward_kernel
 

@@ -1,0 +1,248 @@
+"""The search for blocks: tables of anchors from a similarity of attention scores, or from what sharing costs.
+
+`pod.blocks.LayerBlocks` is what calls it, and where arguments and errors are documented. Each way gives the anchors
+[L, H_kv] int64 on the CPU, and what is to be said of them in a blocks file.
+
+Shapes: L layers, H_kv KV heads, C candidate thresholds.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+STREAMS = -1  # in the place of an anchor
+METHODS = ("greedy", "sum", "worst")  # of `LayerBlocks.for_saving`
+# Similarities are averages of many float32 numbers: so much above 1, below 0 or off symmetry is rounding, not an error.
+SIMILARITY_TOLERANCE = 1e-4
+
+Found = tuple[Tensor, dict[str, Any]]
+
+
+def by_threshold(similarity: Tensor, threshold: float, streaming: Tensor | None) -> Found:
+    """As `LayerBlocks.from_similarity`."""
+    similarity = _without(_validated_similarity(similarity), streaming)
+    threshold = float(threshold)
+    if not 0 <= threshold <= 1:
+        raise ValueError(
+            f"threshold must be in [0, 1], got {threshold:g}; for blocks of one layer use LayerBlocks.dense"
+        )
+    candidates = torch.tensor([threshold], dtype=torch.float64, device="cpu")
+    anchors = torch.cat(list(_greedy_anchors(similarity, candidates)))
+    return _streamed(anchors, streaming), {"threshold": threshold}
+
+
+def by_saving(similarity: Tensor, kv_saving: float, method: str, streaming: Tensor | None) -> Found:
+    """As `LayerBlocks.for_saving`."""
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
+    similarity = _without(_validated_similarity(similarity), streaming)
+    num_kv_heads, num_layers, _ = similarity.shape
+    wanted = _wanted(kv_saving, num_layers, num_kv_heads, streaming)
+    if wanted == 0:
+        return _streamed(_dense(num_layers, num_kv_heads), streaming), {}
+    lower = torch.ones(num_layers, num_layers, dtype=torch.bool, device="cpu").tril(-1)
+    candidates = similarity[:, lower].unique()  # [C], ascending
+    candidates = candidates[candidates.isfinite()]
+    if method != "greedy":
+        worst = _largest_worst(similarity, candidates, wanted) if method == "worst" else 0.0
+        anchors = _best_anchors(_gains(similarity, worst), wanted)
+        return _streamed(anchors, streaming), {"method": method}
+    shared = torch.zeros(len(candidates), dtype=torch.int64, device="cpu")
+    for layer, anchors in enumerate(_greedy_anchors(similarity, candidates)):
+        shared += (anchors != layer).sum(dim=-1)
+    threshold = candidates[(shared >= wanted).nonzero()[-1, 0]].item()
+    anchors = torch.cat(list(_greedy_anchors(similarity, candidates.new_tensor([threshold]))))
+    return _streamed(anchors, streaming), {"threshold": threshold}
+
+
+def by_damage(costs: Tensor, kv_saving: float, streaming: Tensor | None) -> Found:
+    """As `LayerBlocks.for_damage`."""
+    costs = torch.as_tensor(costs).detach().to("cpu", torch.float64)
+    shape = tuple(costs.shape)
+    if len(shape) != 3 or shape[1] != shape[2] or 0 in shape:
+        raise ValueError(f"costs must be [kv_heads, layers, layers], got {list(shape)}")
+    num_kv_heads, num_layers, _ = shape
+    wrong = ~(costs >= 0) & torch.ones(shape[1:], dtype=torch.bool, device="cpu").triu(1)
+    if wrong.any():
+        head, anchor, layer = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"costs must be at least 0, got {costs[head, anchor, layer].item():g} for KV head {head}, layer "
+            f"{layer} with the scores of layer {anchor}"
+        )
+    wanted = _wanted(kv_saving, num_layers, num_kv_heads, streaming)
+    if wanted == 0:
+        return _streamed(_dense(num_layers, num_kv_heads), streaming), {}
+    gains = _without(-costs.triu(1), streaming).triu(1)
+    if (most := _most_shared(gains)) < wanted:
+        raise ValueError(
+            f"kv_saving={kv_saving:g} is more than these costs can give: where none is inf, the maximum is "
+            f"{most / (2 * _storing(num_layers, num_kv_heads, streaming)):.4f}"
+        )
+    return _streamed(_best_anchors(gains, wanted), streaming), {"method": "damage"}
+
+
+def _dense(num_layers: int, num_kv_heads: int) -> Tensor:
+    return torch.arange(num_layers, device="cpu")[:, None].expand(num_layers, num_kv_heads)
+
+
+def _greedy_anchors(similarity: Tensor, thresholds: Tensor) -> Iterator[Tensor]:
+    """Run Algorithm 1 for many thresholds at once; yields the anchors [C, H_kv] of one layer after the other.
+
+    similarity: [H_kv, L, L] float64; thresholds: [C] float64.
+    """
+    num_kv_heads, num_layers, _ = similarity.shape
+    heads = torch.arange(num_kv_heads, device="cpu")
+    anchors = torch.zeros(len(thresholds), num_kv_heads, dtype=torch.int64, device="cpu")
+    yield anchors
+    for layer in range(1, num_layers):
+        # least[g, s]: the smallest similarity between this layer and the layers s .. layer-1, were s the block's start.
+        least = similarity[:, layer, :layer].flip(-1).cummin(-1).values.flip(-1)
+        joins = least[heads, anchors] >= thresholds[:, None]  # [C, H_kv]
+        anchors = torch.where(joins, anchors, layer)
+        yield anchors
+
+
+def _without(tables: Tensor, streaming: Tensor | None) -> Tensor:
+    """[H_kv, L, L] similarities or gains, -inf with a layer in which the head streams: no block takes it in."""
+    if streaming is None:
+        return tables
+    if tuple(streaming.shape) != (tables.shape[1], tables.shape[0]) or streaming.dtype != torch.bool:
+        raise ValueError(
+            f"streaming must be [layers, kv_heads] = {[tables.shape[1], tables.shape[0]]} truth values, got "
+            f"{list(streaming.shape)} of {streaming.dtype}"
+        )
+    heads = streaming.t().cpu()
+    return tables.masked_fill(heads[:, :, None] | heads[:, None], -torch.inf)
+
+
+def _streamed(anchors: Tensor, streaming: Tensor | None) -> Tensor:
+    """The anchors [L, H_kv], none where a head streams."""
+    return anchors if streaming is None else anchors.masked_fill(streaming.cpu(), STREAMS)
+
+
+def _storing(num_layers: int, num_kv_heads: int, streaming: Tensor | None) -> int:
+    """How many of the layers' KV heads do not stream."""
+    return num_layers * num_kv_heads - (0 if streaming is None else int(streaming.sum()))
+
+
+def _wanted(kv_saving: float, num_layers: int, num_kv_heads: int, streaming: Tensor | None = None) -> int:
+    """The least number of layers, over all KV heads, that must share to save so much of what does not stream."""
+    kv_saving = float(kv_saving)
+    if not 0 <= kv_saving <= 0.5:
+        raise ValueError(f"kv_saving must be in [0, 0.5], got {kv_saving:g}: only keys are shared, half of the cache")
+    # One block per head is the most that there is; a layer that streams is between two.
+    pairs = max(1, 2 * _storing(num_layers, num_kv_heads, streaming))
+    most = (num_layers - 1) * num_kv_heads
+    if streaming is not None:
+        most = int((~streaming[1:] & ~streaming[:-1]).sum())
+    if kv_saving > (maximum := most / pairs):
+        raise ValueError(
+            f"kv_saving={kv_saving:g} is more than this model can give: with {num_layers} layers the maximum is "
+            f"{maximum:.4f} (one block per KV head{'' if streaming is None else ', none where heads stream'})"
+        )
+    return next(count for count in range(pairs + 1) if count / pairs >= kv_saving)
+
+
+def _gains(similarity: Tensor, worst: float) -> Tensor:
+    """[g, a, l]: what layer l gains by the scores of layer a < l; -inf where they are less alike than `worst`."""
+    alike = similarity.mT  # of [higher, lower] entries
+    return alike.masked_fill(alike < worst, -torch.inf).triu(1)
+
+
+def _tables(gains: Tensor) -> tuple[Tensor, Tensor]:
+    """The best partitions of each head's lowest layers, for every number of them and of shared ones.
+
+    gains: [H_kv, L, L] float64, [g, a, l] of layer l with the scores of layer a; 0 on and below the diagonal.
+
+    Returns:
+        best: [H_kv, L + 1, L] float64: entry [g, e, m] is the largest summed gain over all partitions of head g's
+            layers 0 .. e-1 that share m of them, -inf where there is none.
+        starts: [H_kv, L + 1, L] int64, where the last block of that partition begins.
+    """
+    num_kv_heads, num_layers, _ = gains.shape
+    sums = gains.cumsum(-1)  # [g, s, l]: of a block s .. l
+    best = torch.full((num_kv_heads, num_layers + 1, num_layers), -torch.inf, dtype=torch.float64, device="cpu")
+    starts = torch.zeros(num_kv_heads, num_layers + 1, num_layers, dtype=torch.int64, device="cpu")
+    best[:, 0, 0] = 0.0
+    for end in range(1, num_layers + 1):
+        for start in range(end):
+            shared = end - start - 1
+            found = best[:, start, : num_layers - shared] + sums[:, start, end - 1, None]
+            better = found > best[:, end, shared:]
+            best[:, end, shared:] = torch.where(better, found, best[:, end, shared:])
+            starts[:, end, shared:] = torch.where(better, start, starts[:, end, shared:])
+    return best, starts
+
+
+def _most_shared(gains: Tensor) -> int:
+    """How many layers the heads together can share."""
+    best, _ = _tables(gains)
+    # Whatever can be shared, one less can: the last layer of a block becomes a block.
+    return int((best[:, -1].isfinite().sum(-1) - 1).sum())
+
+
+def _largest_worst(similarity: Tensor, candidates: Tensor, wanted: int) -> float:
+    """The largest of the candidates (ascending) at which the heads together can share so many layers."""
+    low, high = 0, len(candidates)  # at the lowest, all layers can share
+    while high - low > 1:
+        middle = (low + high) // 2
+        most = _most_shared(_gains(similarity, candidates[middle].item()))
+        low, high = (middle, high) if most >= wanted else (low, middle)
+    return candidates[low].item()
+
+
+def _best_anchors(gains: Tensor, wanted: int) -> Tensor:
+    """[L, H_kv] anchors of the partition that shares `wanted` layers, with the largest summed gain."""
+    num_kv_heads, num_layers, _ = gains.shape
+    best, starts = _tables(gains)
+    # total[m]: the best of the heads so far that share m layers together; counts: how many of these the last one does.
+    total = torch.full((wanted + 1,), -torch.inf, dtype=torch.float64, device="cpu")
+    total[0] = 0.0
+    counts = torch.zeros(num_kv_heads, wanted + 1, dtype=torch.int64, device="cpu")
+    for head in range(num_kv_heads):
+        before, total = total, torch.full_like(total, -torch.inf)
+        for count in range(min(num_layers, wanted + 1)):
+            found = before[: wanted + 1 - count] + best[head, -1, count]
+            better = found > total[count:]
+            total[count:] = torch.where(better, found, total[count:])
+            counts[head, count:] = torch.where(better, count, counts[head, count:])
+    anchors = torch.empty(num_layers, num_kv_heads, dtype=torch.int64, device="cpu")
+    for head in reversed(range(num_kv_heads)):
+        count, end = int(counts[head, wanted]), num_layers
+        wanted -= count
+        while end > 0:
+            start = int(starts[head, end, count])
+            anchors[start:end, head] = start
+            count, end = count - (end - start - 1), start
+    return anchors
+
+
+def _validated_similarity(similarity: Tensor) -> Tensor:
+    """Check a similarity and return it as [H_kv, L, L] float64 on the CPU, within [0, 1]."""
+    similarity = torch.as_tensor(similarity).detach().to("cpu", torch.float64)
+    shape = tuple(similarity.shape)
+    if len(shape) != 3 or shape[1] != shape[2] or 0 in shape:
+        raise ValueError(f"similarity must be [kv_heads, layers, layers], got {list(shape)}")
+    if not similarity.isfinite().all():
+        head, row, column = (~similarity.isfinite()).nonzero()[0].tolist()
+        raise ValueError(
+            f"similarity must be finite, got {similarity[head, row, column].item()} for KV head {head}, "
+            f"layers {row} and {column}"
+        )
+    outside = (similarity < -SIMILARITY_TOLERANCE) | (similarity > 1 + SIMILARITY_TOLERANCE)
+    if outside.any():
+        head, row, column = outside.nonzero()[0].tolist()
+        raise ValueError(
+            f"similarity must be in [0, 1], got {similarity[head, row, column].item():g} for KV head {head}, "
+            f"layers {row} and {column}"
+        )
+    difference = (similarity - similarity.mT).abs()
+    if difference.max() > SIMILARITY_TOLERANCE:
+        head, row, column = (difference > SIMILARITY_TOLERANCE).nonzero()[0].tolist()
+        raise ValueError(
+            f"similarity must be symmetric, got {similarity[head, row, column].item():g} for KV head {head}, "
+            f"layers {row} and {column}, but {similarity[head, column, row].item():g} the other way round"
+        )
+    return similarity.clamp(0, 1)
