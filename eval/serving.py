@@ -155,7 +155,7 @@ def main(arguments: list[str] | None = None) -> None:
         (options.out / "serving.json").write_text(json.dumps({"pool": pool, "rows": rows}, indent=1))
         print("| " + " | ".join(rows[0]) + " |\n|" + "---|" * len(rows[0]))
         for row in rows:
-            print("| " + " | ".join(f"{x:,.2f}" if isinstance(x, float) else str(x) for x in row.values()) + " |")
+            print("| " + " | ".join(f"{x:.3g}" if isinstance(x, float) else str(x) for x in row.values()) + " |")
 
 
 if __name__ == "__main__":
