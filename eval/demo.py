@@ -10,7 +10,7 @@ scores and, for a fair comparison, densely for as many steps, exports both, and 
     dense, extra steps      the base after the same further training without sharing
     PoD, converted          shared scores without any training
     PoD, adapted            shared scores after the training
-    StreamingLLM            sinks and recent tokens only, as a mask on the dense model with the extra steps
+    StreamingLLM            sinks and recent tokens only, of the dense model with the extra steps
 
 The report goes to checkpoints/tiny/report.md, report.png and report.json. A demo that was stopped goes on where it was;
 one of other settings is not mixed with it.
@@ -19,21 +19,21 @@ one of other settings is not mixed with it.
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from operator import attrgetter
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import pod
 from pod.analyze import analyze
 from pod.data.demo_corpus import held_out_text, write_corpus
 from pod.data.prepared import PreparedData
 from pod.evaluation import models, report
-from pod.evaluation.passkey import DIGITS, PassKey, generate_greedily, passkey_accuracy, passkey_prompts
-from pod.evaluation.perplexity import decoder_states, perplexity
+from pod.evaluation.passkey import PassKey, generate_greedily, passkey_accuracy, passkey_prompts
+from pod.evaluation.perplexity import perplexity
 from pod.evaluation.texts import prepared
 from pod.export import export
 from pod.recipe.loading import load_recipe
@@ -105,38 +105,9 @@ def keys_in_text(tokenizer: PreTrainedTokenizerBase, samples: int) -> list[PassK
     return [prompt for length in LENGTHS for prompt in passkey_prompts(tokenizer, text, length, DEPTHS, samples)]
 
 
-def window_mask(length: int, sinks: int, recent: int, dtype: torch.dtype) -> Tensor:
-    """[1, 1, T, T], 0 where StreamingLLM still attends and the least number elsewhere."""
-    i, j = torch.arange(length)[:, None], torch.arange(length)
-    seen = (j <= i) & ((j < sinks) | (i - j < recent))
-    return torch.zeros(length, length, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)[None, None]
-
-
-def streaming(sinks: int, recent: int) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    """(hidden states, greedy generation) of a dense model that sees sinks and recent tokens only, by a mask."""
-
-    def states(model: PreTrainedModel, input_ids: Tensor, **kwargs) -> Tensor:
-        mask = window_mask(input_ids.shape[1], sinks, recent, model.dtype).to(model.device)
-        return decoder_states(model, input_ids, attention_mask=mask, **kwargs)
-
-    def generate(model: PreTrainedModel, input_ids: Tensor, count: int, question: int = 0) -> Tensor:
-        # Each token takes a forward over everything: the digits are enough, they come first.
-        ids = input_ids
-        for _ in range(min(count, DIGITS)):
-            last = states(model, ids, use_cache=False)[:, -1]
-            ids = torch.cat([ids, model.get_output_embeddings()(last).argmax(dim=-1, keepdim=True)], dim=1)
-        return ids[:, input_ids.shape[1] :]
-
-    return states, generate
-
-
-@torch.no_grad()
-def measure_cache(model: PreTrainedModel, length: int) -> int:
-    """Bytes of the cache that holds one row of `length` tokens: transformers' own, or PoD's for a PoD model."""
-    is_shared = hasattr(model.config, "share")
-    cache = pod.PodCache(model.config, max_length=length) if is_shared else DynamicCache(config=model.config)
-    model(torch.full((1, length), 100), past_key_values=cache, logits_to_keep=1)
-    return models.cache_bytes(cache)
+def measure_cache(model: PreTrainedModel, length: int) -> dict[str, float]:
+    """`measured_saving` of the cache that holds one row of `length` tokens, transformers' own or PoD's."""
+    return models.measured_saving(model, torch.full((1, length), 100))
 
 
 def decode_seconds(model: PreTrainedModel, length: int, batch: int = 4) -> float:
@@ -158,12 +129,10 @@ def quality(
     texts: Iterable[Tensor],
     recent: int,
     label: str,
-    states: Callable[..., Tensor] = decoder_states,
-    generate: Callable[..., Tensor] = generate_greedily,
 ) -> tuple[dict, list[float]]:
     """(bits_per_byte, passkey and passkey_beyond the recent tokens, None where no key is), and each prompt's score."""
-    bits = perplexity(model, texts, 1.0, states=states, label=f"{label}: held-out text")
-    scores = passkey_accuracy(model, tokenizer, prompts, 12, generate, label=f"{label}: pass keys")
+    bits = perplexity(model, texts, 1.0, label=f"{label}: held-out text")
+    scores = passkey_accuracy(model, tokenizer, prompts, 12, label=f"{label}: pass keys")
     far = [score for score, prompt in zip(scores, prompts, strict=True) if prompt.distance > recent]
     found = {
         "bits_per_byte": bits.bits_per_byte,
@@ -181,15 +150,15 @@ def evaluate(
     sinks: int,
     recent: int,
 ) -> dict:
-    """Every number of the report, by row; "dense, extra steps" is also evaluated under StreamingLLM's mask."""
-    prompts = keys_in_text(tokenizer, SAMPLES)
-    masked = streaming(sinks, recent)
+    """Every number of the report, by row; "dense, extra steps" is also evaluated with sinks and recent tokens alone."""
+    prompts, dense = keys_in_text(tokenizer, SAMPLES), rows["dense, extra steps"]
+    blocks = pod.LayerBlocks.dense(dense.config.num_hidden_layers, dense.config.num_key_value_heads)
+    near = pod.convert(dense, blocks, sinks, recent, "window").eval()
     measured = {}
-    for name, model in {**rows, "StreamingLLM": rows["dense, extra steps"]}.items():
-        means = masked if name == "StreamingLLM" else (decoder_states, generate_greedily)
-        found, scores = quality(model, tokenizer, prompts, prepared(plain, TEXTS, 8), recent, name, *means)
+    for name, model in {**rows, "StreamingLLM": near}.items():
+        found, scores = quality(model, tokenizer, prompts, prepared(plain, TEXTS, 8), recent, name)
         cells = torch.tensor(scores).view(len(LENGTHS), len(DEPTHS), SAMPLES).mean(dim=2)
-        size = None if name == "StreamingLLM" else measure_cache(model, context)
+        size = None if name == "StreamingLLM" else measure_cache(model, context)["bytes"]
         measured[name] = found | {"passkey_cells": cells.tolist(), "cache_bytes": size}
     seconds: dict[str, list[float]] = {name: [] for name in rows}
     for _ in range(ROUNDS):

@@ -33,9 +33,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from filled_cache import new_cache
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoTokenizer, Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 import pod
 from pod.evaluation import report
@@ -133,12 +134,7 @@ def measure_caches(models: dict[str, PreTrainedModel], ids: Tensor) -> dict:
     found = {}
     for length in CACHED:
         text = ids[:, torch.arange(length - ROUNDS * DECODED) % ids.shape[1]]  # decoding fills the rest
-        caches = {
-            name: pod.PodCache(model.config, max_length=length)
-            if hasattr(model.config, "share")
-            else DynamicCache(config=model.config)
-            for name, model in models.items()
-        }
+        caches = {name: new_cache(model, length) for name, model in models.items()}
         for name, model in models.items():
             for part in tqdm(text.split(1024, dim=1), desc=f"{name}: {length:,} tokens", unit="K tokens"):
                 model(part, past_key_values=caches[name], logits_to_keep=1)

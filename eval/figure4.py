@@ -134,17 +134,15 @@ def measure(point: Point, overrides: list[str], out: Path, effort: Effort) -> di
     prompts = demo.keys_in_text(tokenizer, effort.samples)
     label = f"recent {recent}, saving {saving:g}"
     quality, _ = demo.quality(model, tokenizer, prompts, prepared(plain, effort.texts, 8), recent, label)
-    context = recipe.data.sequence_length
-    size = demo.measure_cache(model, context)
-    dense = models.dense_token_bytes(model) * context
+    size = demo.measure_cache(model, recipe.data.sequence_length)
     found = {
         "settings": settings,
         "recent": recent,
         "wanted_saving": saving,
         "kv_saving": pod.LayerBlocks.load(folder / "blocks.json").kv_saving if saving else 0.0,
         **quality,
-        "cache_bytes": size,
-        "measured_saving": 1 - size / dense,
+        "cache_bytes": size["bytes"],
+        "measured_saving": size["saving"],
     }
     report.write_json(file, found)
     return found

@@ -39,20 +39,6 @@ def test_asked_digits_are_the_stated_ones(modules, length, keys):
     assert asked >= 40
 
 
-@pytest.mark.parametrize("phrase", [None, 0, 1])
-@pytest.mark.parametrize("distance", [100, 500])
-def test_min_distance_is_respected(modules, distance, phrase):
-    answers = []
-    for seed in range(60):
-        sample = demo_corpus.planted_sample(modules[1], 1024, seed, 3, min_distance=distance, phrase=phrase)
-        assert len(sample.text) == 1024
-        answers += sample.answers
-        for answer, key_end in sample.answers:
-            assert answer - key_end >= distance
-            assert sample.text[answer : answer + 5] == sample.text[key_end - 5 : key_end]
-    assert len(answers) > 60
-
-
 def test_a_sample_depends_on_its_index_alone(modules):
     ahead = [demo_corpus.corpus_sample(modules[0], 512, 7, index) for index in range(6)]
     back = [demo_corpus.corpus_sample(modules[0], 512, 7, index) for index in reversed(range(6))]

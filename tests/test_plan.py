@@ -110,7 +110,7 @@ def test_a_real_step(changes, anchors, dtype, share, checkpointing):
     parameters, gradients, optimizer, kept = measured(config, anchors, checkpointing, dtype=dtype, share=share)
     plan = Memory(
         Shape.from_config(config),
-        Sharing.of_anchors(anchors, share) if anchors else Sharing(),
+        Sharing.of(LayerBlocks(anchors), share) if anchors else Sharing(),
         length=128,
         micro_batch=2,
         weight_bytes=torch.finfo(getattr(torch, dtype)).bits // 8,
@@ -129,7 +129,7 @@ def test_a_real_step_under_autocast(checkpointing, dtype):
     """bfloat16 weights leave bfloat16 hidden states, as without autocast."""
     parameters, gradients, optimizer, kept = measured(CONFIG, ANCHORS, checkpointing, autocast=True, dtype=dtype)
     plan = Memory(
-        Shape.from_config(CONFIG), Sharing.of_anchors(ANCHORS), length=128, micro_batch=2, activation_bytes=2,
+        Shape.from_config(CONFIG), Sharing.of(LayerBlocks(ANCHORS)), length=128, micro_batch=2, activation_bytes=2,
         autocast=dtype == "float32", checkpointing=checkpointing, weight_bytes=4 if dtype == "float32" else 2,
     )  # fmt: skip
     assert (plan.parameters, plan.gradients, plan.optimizer) == (parameters, gradients, optimizer)
@@ -268,7 +268,7 @@ def test_at_most_is_never_below_what_blocks_take(seed):
     similarity.diagonal(dim1=1, dim2=2).fill_(1)
     for wanted in (0.05, 0.2, 0.35):
         blocks = LayerBlocks.for_saving(similarity, kv_saving=wanted)
-        found = Sharing.of_anchors(blocks.anchors.tolist())
+        found = Sharing.of(blocks)
         most = Sharing.at_most(shape, blocks.kv_saving)
         assert 0 < found.pairs <= most.pairs and 0 < found.layers <= most.layers
 
@@ -363,7 +363,7 @@ def test_zero_divides_the_states():
 
 
 def test_a_sample_is_divided():
-    shape, sharing = Shape.from_config(CONFIG), Sharing.of_anchors(ANCHORS)
+    shape, sharing = Shape.from_config(CONFIG), Sharing.of(LayerBlocks(ANCHORS))
     one = Memory(shape, sharing, length=4096, zero=True, processes=4)
     for spread in (2, 4):
         many = replace(one, sequence_parallel=spread)
@@ -375,7 +375,9 @@ def test_a_sample_is_divided():
 
 @pytest.mark.parametrize("changes", [{}, {"sequence_parallel": 2}, {"offload_checkpoints": True, "tiled_mlp": True}])
 def test_the_longest_sample_fits_and_one_more_does_not(changes):
-    memory = Memory(Shape.from_config(CONFIG), Sharing.of_anchors(ANCHORS), length=1, zero=True, processes=4, **changes)
+    memory = Memory(
+        Shape.from_config(CONFIG), Sharing.of(LayerBlocks(ANCHORS)), length=1, zero=True, processes=4, **changes
+    )
     for limit in (4.5 * 2**30, 20 * 2**30):
         longest = memory.longest(limit)
         unit = memory.sequence_parallel

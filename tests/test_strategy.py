@@ -336,7 +336,7 @@ def check_plan(run, ranks):
     """The bytes of each rank against the plan's."""
     plan = Memory(
         Shape.from_config(WIDE | {"model_type": "llama"}),
-        Sharing.of_anchors(BLOCKS),
+        Sharing.of(pod.LayerBlocks(BLOCKS)),
         length=LENGTH,
         micro_batch=MICRO,
         zero=True,

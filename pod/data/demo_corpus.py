@@ -91,9 +91,7 @@ def plain_sample(modules: list[bytes], length: int, seed: int) -> bytes:
     return module[start : start + length]
 
 
-def planted_sample(
-    modules: list[bytes], length: int, seed: int, keys: int, min_distance: int = 0, phrase: int | None = None
-) -> Sample:
+def planted_sample(modules: list[bytes], length: int, seed: int, keys: int) -> Sample:
     """A stretch of text with `keys` keys stated and asked for again.
 
     Args:
@@ -101,25 +99,20 @@ def planted_sample(
         length: bytes of the sample.
         seed: the sample's index; the same seed gives the same sample.
         keys: how many keys to plant; fewer when they do not fit.
-        min_distance: least number of bytes between the digits that state a key and those that answer.
-        phrase: index into `PHRASES` for all keys; each key draws its own when None.
     """
     generator = random.Random(f"plant-{seed}")
     names = generator.sample([a + b for a in string.ascii_lowercase for b in string.ascii_lowercase], keys)
     lines: list[tuple[float, int, bool, bytes]] = []
     used = 0
     for index, name in enumerate(names):
-        chosen = phrase if phrase is not None else generator.choices(range(len(PHRASES)), weights=(3, 1))[0]
+        phrase = generator.choices(PHRASES, weights=(3, 1))[0]
         value = f"{generator.randrange(100_000):05d}"
-        stated, asked = (form.format(name=name, value=value).encode() for form in PHRASES[chosen])
+        stated, asked = (form.format(name=name, value=value).encode() for form in phrase)
         first, second = sorted(generator.random() for _ in range(2))
-        spare = max(0.0, 1 - (min_distance + len(asked)) / length)
-        second = max(second * spare + (1 - spare), first * spare + (1 - spare)) if min_distance else second
-        first = first * spare if min_distance else first
         lines += [(first, index, False, stated), (second, index, True, asked)]
         used += len(stated) + len(asked)
     if used > length * 4 // 5:
-        return planted_sample(modules, length, seed, keys - 1, min_distance, phrase)
+        return planted_sample(modules, length, seed, keys - 1)
     body = plain_sample(modules, length - used, seed)
     breaks = [0] + [i + 1 for i, byte in enumerate(body) if byte == 10]
     if breaks[-1] != len(body):
@@ -132,10 +125,6 @@ def planted_sample(
     for share, index, is_asked, line in sorted(lines):
         target = min(breaks, key=lambda place: abs(place - share * len(body)))
         target = max(target, previous)
-        if is_asked and min_distance:
-            needed = key_ends[index] + min_distance + 6 - len(line) - position + previous
-            later = [place for place in breaks if place >= max(target, needed)]
-            target = later[0] if later else len(body)
         pieces.append(body[previous:target])
         position += target - previous
         if target == len(body) and target and body[-1:] != b"\n":
@@ -145,8 +134,7 @@ def planted_sample(
         position += len(line)
         previous = target
         if is_asked:
-            if digits_end - 5 - key_ends[index] >= min_distance:
-                answers.append((digits_end - 5, key_ends[index]))
+            answers.append((digits_end - 5, key_ends[index]))
         else:
             key_ends[index] = digits_end
     pieces.append(body[previous:])

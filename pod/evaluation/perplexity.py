@@ -109,11 +109,6 @@ def check_streamed(methods: Iterable[Method]) -> None:
             )
 
 
-def decoder_states(model: PreTrainedModel, input_ids: Tensor, **kwargs) -> Tensor:
-    """[B, T] -> the last hidden states [B, T, hidden]; `kwargs` go to the model without its head."""
-    return model.base_model(input_ids, **kwargs).last_hidden_state
-
-
 def token_losses(head: nn.Module, hidden_states: Tensor, targets: Tensor) -> Tensor:
     """Cross-entropy of every position in nats, float32, with the logits of `POSITIONS` tokens in memory at once.
 
@@ -141,7 +136,6 @@ def perplexity(
     bytes_per_token: float | None = None,
     stream: int | None = None,
     new_cache: Callable[[], object] | None = None,
-    states: Callable[..., Tensor] = decoder_states,
     label: str = "perplexity",
 ) -> Perplexity:
     """Losses of texts, each from its beginning.
@@ -154,7 +148,6 @@ def perplexity(
             cache's and one chunk's (beside 8 bytes for each token's loss); None takes each text in one forward
             without a cache. Each chunk is a prefill: a method that evicts after a prefill does so after every chunk.
         new_cache: makes the cache of a streamed text; the model's own default otherwise.
-        states: (model, input_ids, **kwargs) -> hidden states.
         label: of the progress bar.
 
     Raises:
@@ -175,12 +168,9 @@ def perplexity(
             losses = torch.zeros(ids.shape, dtype=torch.float64)
             cache = new_cache() if new_cache is not None else None
             for start, stop in _chunks(ids.shape[1] - 1, stream):
-                if stream is None:
-                    hidden = states(model, ids[:, :-1], use_cache=False)
-                else:
-                    output = model.base_model(ids[:, start:stop], past_key_values=cache, use_cache=True)
-                    hidden, cache = output.last_hidden_state, output.past_key_values
-                losses[:, start + 1 : stop + 1] = token_losses(head, hidden, ids[:, start + 1 : stop + 1]).cpu()
+                output = model.base_model(ids[:, start:stop], past_key_values=cache, use_cache=stream is not None)
+                cache, targets = output.past_key_values, ids[:, start + 1 : stop + 1]
+                losses[:, start + 1 : stop + 1] = token_losses(head, output.last_hidden_state, targets).cpu()
                 bar.update(ids.shape[0] * (stop - start))
             sums.append(losses.sum(dim=0))
             counts.append(torch.full((ids.shape[1],), ids.shape[0]))

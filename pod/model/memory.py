@@ -101,20 +101,14 @@ class Sharing:
     keys_only: bool = False
 
     @classmethod
-    def of_anchors(cls, anchors: list[list[int]], share: str = "scores") -> "Sharing":
-        """From `LayerBlocks.anchors` as lists, `[L][H_kv]`."""
-        below = [[0 <= anchor < row for anchor in heads] for row, heads in enumerate(anchors)]
-        read = {
-            (anchor, head) for row, heads in enumerate(anchors) for head, anchor in enumerate(heads) if below[row][head]
-        }
+    def of(cls, blocks: LayerBlocks, share: str = "scores") -> "Sharing":
+        """Of a model's blocks."""
+        layout = blocks.layout()
+        pairs = sum(size > 1 for size in layout.sizes.values())
         if share == "kv":
-            return cls(len(read), values=True, idle=sum(map(all, below)))
-        return cls(len(read), sum(map(any, below)), keys_only=share == "keys")
-
-    @classmethod
-    def uniform(cls, shape: Shape, size: int, share: str = "scores") -> "Sharing":
-        """Of blocks of `size` layers each."""
-        return cls.of_anchors(LayerBlocks.uniform(shape.layers, shape.kv_heads, size).anchors.tolist(), share)
+            return cls(pairs, values=True, idle=layout.num_anchors.count(0))
+        layers = sum(len(order) > own for order, own in zip(layout.orders, layout.num_anchors, strict=True))
+        return cls(pairs, layers, keys_only=share == "keys")
 
     @classmethod
     def at_most(cls, shape: Shape, kv_saving: float, share: str = "scores") -> "Sharing":

@@ -189,11 +189,11 @@ def make_plan(recipe: Recipe, gpu: str = "H100", utilisation: float = 0.4) -> Pl
             blocks.check(shape.layers, shape.kv_heads)
         except ValueError as error:
             raise RecipeError(f"blocks.file={recipe.blocks.file}: {error}") from error
-        sharing = Sharing.of_anchors(blocks.anchors.tolist(), share)
+        sharing = Sharing.of(blocks, share)
     elif recipe.blocks.size is not None:
         if recipe.blocks.size > shape.layers:
             raise RecipeError(f"blocks.size={recipe.blocks.size}: the model has {shape.layers} layers")
-        sharing = Sharing.uniform(shape, recipe.blocks.size, share)
+        sharing = Sharing.of(LayerBlocks.uniform(shape.layers, shape.kv_heads, recipe.blocks.size), share)
     elif recipe.blocks.threshold is not None:
         sharing = Sharing.at_most(shape, 0.25, share)  # where the most pairs go on
     else:
