@@ -15,14 +15,22 @@ A random model of 8 layers with 70 % of the keys shared; on a GPU in Llama-3-8B'
     prefill     the prompt by the same three; and a cascade's strides in one layer against causal attention to all
     end-to-end  `generate`: a prompt and 32 new tokens
 
+and, never part of `all`, a real model's weights on a CPU, in float32 or with `--dtype bfloat16`:
+
+    cpu         PoD against transformers' DynamicCache and StaticCache and, where it is installed, kvpress: a decode
+                step, also after SnapKV(512) of 4,000 tokens, its attention alone, the prompt, a training step; and
+                `attention_similarity` against the forward that it watches
+
 Each by torch's operations and, on a GPU, by the fused kernels, attention also by cuDNN. The works take turns, round
 after round, and a ratio is the median over the rounds of one's time by the other's in the same round: a busy machine
 slows all alike. On a GPU, time is between two CUDA events, the L2 cache emptied before; decoding and storing are
 replays of a CUDA graph, and the page says where they could not be captured. Where a work's operations or bytes are
-known, its rate is printed too, with its share of what a large product or copy reached in the same run. Where only
+known, its rate is printed too, with its share of what a large product or copy reached in the same run. With one thread
+(OMP_NUM_THREADS=1) a CPU's seconds are the process's own. Where only
 attention or storing is measured the cache is filled with random keys and values, without running the model.
 
-Writes speed-SUITE.json after every measurement, then speed.md, and prints it; at its end are the goals. What fails is
+Writes speed-SUITE.json after every measurement, then speed.md, and prints it; at its end are the goals. A run that was
+stopped goes on with `--resume`. What fails is
 said there, the rest is measured, and the exit status is 1. `--suite all` runs each suite in a process of its own: an
 error that leaves a GPU unusable costs one suite, of which the rest is measured without the fused kernels and cuDNN.
 """
@@ -35,6 +43,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -43,6 +52,7 @@ from typing import Any
 import timing
 import torch
 from dense_attention import OTHERS
+from speed_cpu import BUDGET, CPU_LENGTHS, KVPRESS_EVICTED, real_models
 from speed_goals import goals
 from speed_setting import SETTINGS, Setting, shared_blocks
 from speed_works import POD_CUDNN, SHORTEST, SUITES, decode_after_eviction, prefill
@@ -53,7 +63,14 @@ from pod.files import check_writable
 from pod.terminal import exit_status
 
 LENGTHS = {
-    "cpu": {"attention": [2048], "decode": [8192, 16_384], "prefill": [4096], "cache": [16_384], "end-to-end": [2048]},
+    "cpu": {
+        "attention": [2048],
+        "decode": [8192, 16_384],
+        "prefill": [4096],
+        "cache": [16_384],
+        "end-to-end": [2048],
+        "cpu": [2048, 8192],
+    },
     "cuda": {
         "attention": [8192, 32_768, 131_072],
         "decode": [32_768, 131_072],
@@ -64,12 +81,30 @@ LENGTHS = {
 }
 # Longer prompts do not fit into the whole model, or would take minutes.
 LONGEST = {prefill: 131_072, decode_after_eviction: 32_768}
-OPTIONAL = (*OTHERS, POD_CUDNN)  # what a device may lack
+OPTIONAL = (*OTHERS, POD_CUDNN, KVPRESS_EVICTED)  # what a device may lack
 DEVICE_ERROR = re.compile(r"CUDA error|Error \[CUDA\]")  # torch's and Triton's words; not for want of memory
 MOST_SECONDS = 240  # of one suite's process on a GPU
 
 
-def run_suite(suite: str, lengths: list[int], setting: Setting, path: Path) -> None:
+def default_lengths(suite: str, run: Callable[[Setting, int], timing.Measured], device: str) -> list[int]:
+    """Tokens that a function of a suite is run with where none are asked for."""
+    return CPU_LENGTHS.get(run, LENGTHS[device][suite])
+
+
+def identity(setting: Setting) -> dict[str, Any]:
+    """What has to be alike for a run to go on with another's results."""
+    return {
+        "commit": described_commit(),
+        "threads": torch.get_num_threads(),
+        "dtype": str(setting.dtype).removeprefix("torch."),
+        "batch": setting.batch,
+        "rounds": setting.rounds,
+        "ckpt": str(setting.ckpt),
+        "blocks": str(setting.blocks),
+    }
+
+
+def run_suite(suite: str, lengths: list[int] | None, setting: Setting, path: Path) -> None:
     """Measure what of one suite is not in its results yet.
 
     They are written after every measurement, so that a long run that is stopped has not been for nothing, and neither
@@ -77,7 +112,7 @@ def run_suite(suite: str, lengths: list[int], setting: Setting, path: Path) -> N
 
     Args:
         suite: one of `SUITES`.
-        lengths: tokens.
+        lengths: tokens; None for each function's own.
         setting: on what.
         path: for the results, as JSON.
     """
@@ -86,19 +121,17 @@ def run_suite(suite: str, lengths: list[int], setting: Setting, path: Path) -> N
         "suite": suite,
         "device": torch.cuda.get_device_properties(0).name if setting.device == "cuda" else setting.device,
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
-        "threads": torch.get_num_threads(),
-        "dtype": str(setting.dtype).removeprefix("torch."),
-        "head_dim": setting.head_dim,
-        "batch": setting.batch,
-        "shared_keys": 2 * shared_blocks().kv_saving,
+        **identity(setting),
+        **model_facts(suite, setting),
         "ceilings": timing.ceilings(setting.device, setting.dtype, setting.rounds),
         "results": [],
         "failed": [],
     }
     known = {(record["what"], record["tokens"]) for record in facts["results"]}
-    for length in lengths:
+    asked = {run: lengths or default_lengths(suite, run, setting.device) for run in SUITES[suite]}
+    for length in dict.fromkeys(length for some in asked.values() for length in some):
         for run in SUITES[suite]:
-            if length > LONGEST.get(run, length) or (run.__name__, length) in known:
+            if length not in asked[run] or length > LONGEST.get(run, length) or (run.__name__, length) in known:
                 continue
             where = f"{run.__name__} at {length:,}{again}"
             try:
@@ -117,7 +150,15 @@ def run_suite(suite: str, lengths: list[int], setting: Setting, path: Path) -> N
             report.write_json(path, facts)
 
 
-def run_process(suite: str, lengths: list[int], setting: Setting, path: Path) -> str | None:
+def model_facts(suite: str, setting: Setting) -> dict[str, Any]:
+    """What the page says of a suite's model."""
+    if suite != "cpu":
+        return {"head_dim": setting.head_dim, "shared_keys": 2 * shared_blocks().kv_saving}
+    config = real_models(setting.ckpt, setting.blocks, torch.float32)["PoD"].config
+    return {"head_dim": config.head_dim, "shared_keys": 2 * config.blocks.kv_saving}
+
+
+def run_process(suite: str, lengths: list[int] | None, setting: Setting, path: Path) -> str | None:
     """`run_suite` in a process of its own; how that ended where it is not as it should."""
     process = multiprocessing.get_context("spawn").Process(target=run_suite, args=(suite, lengths, setting, path))
     process.start()
@@ -129,7 +170,7 @@ def run_process(suite: str, lengths: list[int], setting: Setting, path: Path) ->
     return f"suite {suite}: ended with exit status {process.exitcode}" if process.exitcode else None
 
 
-def run_alone(suite: str, lengths: list[int], setting: Setting, path: Path) -> list[str]:
+def run_alone(suite: str, lengths: list[int] | None, setting: Setting, path: Path) -> list[str]:
     """A suite that takes down no other; how its processes ended where that is not as they should.
 
     One that leaves a GPU unusable, or does not end, is followed by one without the fused kernels, for what is missing.
@@ -149,6 +190,21 @@ def read(path: Path) -> dict[str, Any] | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
+def keep_or_clear(path: Path, setting: Setting, resumes: bool) -> None:
+    """Make ready for a run: earlier results go, or stay for a run that goes on, without what failed.
+
+    Raises:
+        ValueError: they are of another commit or setting.
+    """
+    if not resumes or not path.exists():
+        return path.unlink(missing_ok=True)
+    found = read(path)
+    for name, value in identity(setting).items():
+        if found.get(name) != value:
+            raise ValueError(f"--resume: {path} has {name} {found.get(name)}, not {value}: leave out --resume")
+    report.write_json(path, found | {"failed": []})
+
+
 @exit_status
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -158,28 +214,39 @@ def main(arguments: list[str] | None = None) -> int:
         "--batch", type=int, help="rows (1; where a GPU decodes or stores, as many as docs/EVALUATE.md says)"
     )
     parser.add_argument("--rounds", type=int, help="timed rounds (9, on a GPU 15)")
-    parser.add_argument("--device", choices=list(SETTINGS), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", choices=list(SETTINGS), help="a GPU where there is one (but for the suite cpu)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="bfloat16 on a GPU, float32 elsewhere")
+    parser.add_argument("--ckpt", help="the real model of the suite cpu (checkpoints/smollm2-135m)")
+    parser.add_argument("--blocks", help="its blocks (those of checkpoints/smollm2-pod-35)")
+    parser.add_argument("--resume", action="store_true", help="measure only what OUT/speed-SUITE.json lacks")
     parser.add_argument("--out", type=Path, default=command.default_folder("speed"), help="folder to write to")
     options = parser.parse_args(arguments)
     check_writable(options.out)
+    options.device = options.device or ("cuda" if torch.cuda.is_available() and options.suite != "cpu" else "cpu")
     too_few = any(number is not None and number < 1 for number in (options.batch, options.rounds))
     if too_few or min(options.lengths or [SHORTEST]) < SHORTEST:
         raise ValueError(f"--batch and --rounds are at least 1, --lengths at least {SHORTEST}")
+    if options.suite == "cpu" and options.device != "cpu":
+        raise ValueError("--suite cpu runs on a CPU: leave out --device")
+    if options.suite == "cpu" and min(options.lengths or [2 * BUDGET]) < 2 * BUDGET:
+        raise ValueError(f"--suite cpu evicts down to {BUDGET} tokens: --lengths are at least {2 * BUDGET}")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch finds no GPU here. Choose --device cpu, or a torch built for CUDA")
     given = {
         "batch": options.batch,
         "rounds": options.rounds,
+        "ckpt": options.ckpt,
+        "blocks": options.blocks,
         "dtype": options.dtype and getattr(torch, options.dtype),
     }
     setting = replace(SETTINGS[options.device], **{name: value for name, value in given.items() if value is not None})
-    paths = {suite: options.out / f"speed-{suite}.json" for suite in SUITES if options.suite in (suite, "all")}
+    suites = [name for name in SUITES if name == options.suite or (options.suite == "all" and name != "cpu")]
+    paths = {suite: options.out / f"speed-{suite}.json" for suite in suites}
     for path in paths.values():
-        path.unlink(missing_ok=True)
+        keep_or_clear(path, setting, options.resume)
     broken: list[str] = []
     for suite, path in paths.items():
-        asked = suite, options.lengths or LENGTHS[options.device][suite], setting, path
+        asked = suite, options.lengths, setting, path
         if options.suite == "all":
             broken += run_alone(*asked)
         else:

@@ -25,6 +25,7 @@ class Setting:
         device, dtype: of all tensors.
         rounds: timed rounds.
         most_seconds: of one measurement, after which no further round begins; None for all rounds.
+        ckpt, blocks: the real model of the suite "cpu", and the blocks file that it is converted by.
         has_kernels: on a GPU, the fused kernels run too, and cuDNN's in the composed backend.
         recent: recent tokens of the PoD model; the sinks come on top.
         eviction: methods after a prompt.
@@ -43,6 +44,8 @@ class Setting:
     batch: int | None = None
     most_seconds: float | None = None
     has_kernels: bool = True
+    ckpt: str = "checkpoints/smollm2-135m"
+    blocks: str = "checkpoints/smollm2-pod-35/blocks.json"
 
     @property
     def heads(self) -> int:

@@ -8,6 +8,7 @@ import timing
 import torch
 from dense_attention import FLASH, dense_attentions
 from filled_cache import attend, fill, new_cache, received, write
+from speed_cpu import CPU_SUITE
 from speed_setting import (
     DENSE,
     KV_HEADS,
@@ -342,4 +343,5 @@ SUITES = {
     "cache": [update, update_one_layer],
     "prefill": [cascade_prefill, prefill],
     "end-to-end": [generation],
+    "cpu": CPU_SUITE,
 }

@@ -78,6 +78,11 @@ def _pushes_out(device: str) -> Tensor:
     return torch.empty(size, dtype=torch.uint8, device=device)
 
 
+def clock() -> float:
+    """Seconds of the host: the process's own where one thread computes, as others' work is not in them."""
+    return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
+
+
 def timed(work: Callable[[], object], device: str) -> float:
     """Seconds that `work` takes, the device's queue emptied before and after, and on a GPU its L2 cache before."""
     if device == "cuda":
@@ -90,9 +95,9 @@ def timed(work: Callable[[], object], device: str) -> float:
         end.record()
         torch.cuda.synchronize()
         return start.elapsed_time(end) / 1e3
-    begun = time.perf_counter()
+    begun = clock()
     work()
-    return time.perf_counter() - begun
+    return clock() - begun
 
 
 def interleaved(
@@ -243,13 +248,19 @@ def ratios(seconds: dict[str, list[float]], pairs: list[tuple[str, str]]) -> dic
 
 
 def table(title: str, records: list[dict[str, Any]], ceilings: dict[str, float]) -> str:
-    """A line for each ratio; the medians beside it are in milliseconds and belong to this machine at this hour."""
+    """A line for each ratio, with the smallest and the largest of a round.
+
+    The medians beside them are in milliseconds and belong to this machine at this hour.
+    """
     rows, rates, notes = [], [], []
     for record in records:
         where = [record["what"].replace("_", " "), f"{record['tokens']:,}"]
         for name, value in record["ratios"].items():
-            one, other = (1e3 * statistics.median(record["seconds"][part]) for part in name.split(" / "))
-            rows.append([name, *where, f"{value:.3g}", f"{one:,.4g}", f"{other:,.4g}"])
+            both = [record["seconds"][part] for part in name.split(" / ")]
+            one, other = (1e3 * statistics.median(seconds) for seconds in both)
+            each = [mine / theirs for mine, theirs in zip(*both, strict=True)]
+            spread = f"{min(each):.3g} to {max(each):.3g}"
+            rows.append([name, *where, f"{value:.3g}", spread, f"{one:,.4g}", f"{other:,.4g}"])
         for name, found in record["rates"].items():
             rate, unit = found["rate"], found["unit"]
             rates.append([name, *where, f"{rate / SCALE[unit]:,.3g} {unit}", f"{rate / ceilings[unit]:.0%}"])
@@ -257,7 +268,7 @@ def table(title: str, records: list[dict[str, Any]], ceilings: dict[str, float])
         notes += [f"{where[0].capitalize()} at {where[1]}: {note}" for note in record["notes"]]
     parts = [
         f"### {title}",
-        report.markdown_table(["time by time", "what", "tokens", "ratio", "ms", "by ms"], rows),
+        report.markdown_table(["time by time", "what", "tokens", "ratio", "in the rounds", "ms", "by ms"], rows),
     ]
     if rates:
         parts.append(report.markdown_table(["", "what", "tokens", "rate", "of the ceiling"], rates))

@@ -3,17 +3,20 @@
 import json
 import math
 import statistics
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
 import filled_cache
 import pytest
+import speed_cpu
 import speed_goals
 import speed_setting
 import speed_works
 import timing
 import torch
 from scripts import script
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import pod
 
@@ -82,8 +85,9 @@ def test_each_suite_writes_its_ratios(suite, tiny, tmp_path, capsys):
             one, other = (measured["seconds"][part] for part in name.split(" / "))
             assert len(one) == len(other) == 2 and min(one + other) > 0
             assert value == pytest.approx(statistics.median(a / b for a, b in zip(one, other, strict=True)))
+            each = [a / b for a, b in zip(one, other, strict=True)]
             middles = (f"{1e3 * statistics.median(seconds):,.4g}" for seconds in (one, other))
-            assert [name, *where, f"{value:.3g}", *middles] in rows
+            assert [name, *where, f"{value:.3g}", f"{min(each):.3g} to {max(each):.3g}", *middles] in rows
         for name, found in measured["rates"].items():
             ceiling = {"GB/s": 2e9, "TFLOP/s": 4e12}[found["unit"]]
             (row,) = (row for row in rows if row[:3] == [name, *where] and found["unit"] in row[3])
@@ -275,7 +279,7 @@ def test_a_suite_that_leaves_a_gpu_unusable_goes_on_without_the_fused_kernels(
 def test_every_goal_is_measured_by_default():
     for goal in speed_goals.GOALS:
         (suite,) = (name for name, runs in speed.SUITES.items() if goal.what in runs)
-        assert goal.tokens in speed.LENGTHS[goal.device][suite]
+        assert goal.tokens in speed.default_lengths(suite, goal.what, goal.device)
         assert goal.tokens <= speed.LONGEST.get(goal.what, math.inf)
 
 
@@ -321,3 +325,85 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert speed.main(["--suite", "all", "--device", "cuda"]) == 2
     assert "--device cuda: torch finds no GPU here" in capsys.readouterr().err
+
+
+@pytest.fixture
+def tiny_real(tmp_path, monkeypatch):
+    """A model with random weights and its blocks on disk, and sizes that a prompt of 64 tokens outgrows."""
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=4,
+        max_position_embeddings=256,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
+    blocks = pod.LayerBlocks([[0, 0], [0, 1]], metadata={"sink_size": 2, "recent_size": 6})
+    blocks.save(tmp_path / "blocks.json")
+    monkeypatch.setattr(speed, "BUDGET", 16)
+    monkeypatch.setattr(speed_cpu, "BUDGET", 16)
+    monkeypatch.setattr(speed_cpu, "WINDOW", 4)
+    monkeypatch.setattr(timing, "ceilings", lambda *_: {timing.BYTES: 2e9, timing.OPERATIONS: 4e12})
+    speed_cpu.real_models.cache_clear()
+    return ["--suite", "cpu", "--ckpt", str(tmp_path / "base"), "--blocks", str(tmp_path / "blocks.json")]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_real_model_against_its_peers(dtype, tiny_real, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "kvpress", None)  # as if it were not installed
+    arguments = [*tiny_real, "--dtype", dtype, "--lengths", "64", "--rounds", "2", "--out", str(tmp_path)]
+    assert speed.main(arguments) == 0
+    written = speed.read(tmp_path / "speed-cpu.json")
+    after = [f"{name} / {other}" for name in (speed_cpu.EVICTED, speed_cpu.DENSE_EVICTED) for other in
+             ("DynamicCache", "StaticCache")]  # fmt: skip
+    step = ["PoD / blocks of one layer", "PoD / DynamicCache"]
+    assert {measured["what"]: list(measured["ratios"]) for measured in written["results"]} == {
+        "decode_attention_of_model": ["PoD / blocks of one layer", "PoD / SDPA flash"],
+        "decode_step": [*step, "PoD / StaticCache"],
+        "decode_after_snapkv": after,
+        "similarity_by_forward": ["attention_similarity / forward"],
+        "training_step": step,
+        "prefill_of_model": ["PoD / DynamicCache", "PoD / StaticCache"],
+    }
+    assert (written["dtype"], written["shared_keys"]) == (dtype, 0.25)
+    assert f"Left out: {speed_cpu.KVPRESS_EVICTED} (not installed: pip install" in capsys.readouterr().out
+    # The distant tokens' keys of one of four heads are not there.
+    attention = written["results"][0]
+    room = 64 + speed_cpu.STEPS * 4
+    stored = 2 + 6 + 64  # sinks, recent tokens and what may be cropped
+    assert attention["by_bytes"] == pytest.approx((8 * room - room + min(room, stored)) / (8 * room))
+
+
+def test_a_run_goes_on_where_it_was_stopped(tiny_real, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(speed, "described_commit", lambda: "abc")
+    arguments = [*tiny_real, "--lengths", "64", "--rounds", "1", "--out", str(tmp_path)]
+
+    def broken(setting, length):
+        raise RuntimeError("no more memory")
+
+    monkeypatch.setitem(speed.SUITES, "cpu", [speed_cpu.decode_step, broken])
+    assert speed.main(arguments) == 1
+    first = speed.read(tmp_path / "speed-cpu.json")["results"]
+    monkeypatch.setitem(speed.SUITES, "cpu", [speed_cpu.decode_step, speed_cpu.training_step])
+    assert speed.main([*arguments, "--resume"]) == 0
+    results = speed.read(tmp_path / "speed-cpu.json")["results"]
+    assert results[:1] == first and [record["what"] for record in results] == ["decode_step", "training_step"]
+    assert speed.main([*arguments, "--resume", "--dtype", "bfloat16"]) == 2
+    assert "has dtype float32, not bfloat16: leave out --resume" in capsys.readouterr().err
+    monkeypatch.setattr(speed, "described_commit", lambda: "def")
+    assert speed.main([*arguments, "--resume"]) == 2 and "has commit abc, not def" in capsys.readouterr().err
+    assert speed.main(arguments) == 0
+    assert len(speed.read(tmp_path / "speed-cpu.json")["results"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [(["--device", "cuda"], "leave out --device"), (["--lengths", "64"], "--lengths are at least 80")],
+)
+def test_the_suite_cpu_refuses_gpus_and_short_prompts(wrong, said, tiny_real, monkeypatch, capsys):
+    monkeypatch.setattr(speed, "BUDGET", 40)
+    assert speed.main([*tiny_real, *wrong]) == 2
+    assert said in capsys.readouterr().err

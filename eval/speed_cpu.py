@@ -1,0 +1,235 @@
+"""What the suite "cpu" of `eval/speed.py` measures: a real model's weights in PoD, in transformers and in kvpress."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache as once
+from functools import partial
+
+import timing
+import torch
+from dense_attention import FLASH, dense_attentions
+from filled_cache import attend, fill
+from speed_setting import DENSE, STOCK, Setting
+from timing import BYTES, Measured, Works
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
+
+import pod
+from pod.model.gguf import local
+from pod.similarity import attention_similarity
+
+STATIC, KVPRESS = "StaticCache", "kvpress"
+BUDGET, WINDOW, KERNEL = 512, 32, 7  # of SnapKV
+EVICTED, DENSE_EVICTED = f"PoD, SnapKV({BUDGET})", f"{DENSE}, SnapKV({BUDGET})"
+KVPRESS_EVICTED = f"{KVPRESS}, SnapKV({BUDGET})"
+STEPS = 4  # of decoding, timed together
+FEW, MOST_SECONDS = 3, 900  # rounds of what takes long, and after how long no further one begins
+MISSING = "not installed: pip install --no-deps kvpress==0.5.5 cachetools fire termcolor"
+
+
+@once
+def real_models(ckpt: str, blocks: str, dtype: torch.dtype) -> dict[str, PreTrainedModel]:
+    """One set of weights as a PoD model, as one with blocks of one layer, and as transformers' own.
+
+    Args:
+        ckpt: a causal LM, as `pod.load` takes it.
+        blocks: a blocks file; its sinks and recent tokens, where it says some, else 16 and 240.
+        dtype: of the weights.
+    """
+    stock = pod.load(local(ckpt), dtype=dtype)
+    shared = pod.LayerBlocks.load(blocks)
+    sizes = {"sink_size": 16, "recent_size": 240}
+    sizes |= {name: shared.metadata[name] for name in sizes if name in shared.metadata}
+    dense = pod.LayerBlocks.dense(stock.config.num_hidden_layers, stock.config.num_key_value_heads)
+    return {
+        "PoD": pod.convert(stock, shared, **sizes).eval(),
+        DENSE: pod.convert(stock, dense, **sizes).eval(),
+        STOCK: stock,
+    }
+
+
+def _models(setting: Setting, dtype: torch.dtype | None = None) -> dict[str, PreTrainedModel]:
+    return real_models(setting.ckpt, setting.blocks, dtype or setting.dtype)
+
+
+def _ids(model: PreTrainedModel, length: int) -> Tensor:
+    return torch.randint(model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(1))
+
+
+def _room(setting: Setting, length: int) -> int:
+    return length + STEPS * (setting.rounds + 2)
+
+
+def _missing(left_out: dict[str, str]) -> dict[str, str]:
+    """Why a peer is left out, with the remedy where it is not installed."""
+    return {name: MISSING if why.startswith("ModuleNotFoundError") else why for name, why in left_out.items()}
+
+
+def _static(model: PreTrainedModel, room: int) -> StaticCache:
+    return StaticCache(config=model.config, max_cache_len=room)
+
+
+def _steps(model: PreTrainedModel, cache: Cache, position: int | None = None) -> Callable[[], None]:
+    """`STEPS` tokens, one after the other; from `position` on, where the cache does not know it."""
+    token, ahead = torch.ones(1, 1, dtype=torch.long), iter(range(position or 0, 10**9))
+
+    def run() -> None:
+        for _ in range(STEPS):
+            known = {} if position is None else {"position_ids": torch.tensor([[next(ahead)]])}
+            model(token, past_key_values=cache, **known)
+
+    return run
+
+
+def kvpress_cache(model: PreTrainedModel, ids: Tensor) -> DynamicCache:
+    """A prompt's cache with `BUDGET` of its tokens, which kvpress's SnapKV chose.
+
+    Raises:
+        ImportError: kvpress is not installed.
+    """
+    from kvpress import SnapKVPress
+
+    length = ids.shape[1]
+    press = SnapKVPress(1 - (BUDGET + 0.5) / length, WINDOW, KERNEL)  # half a token more, as it rounds down
+    cache = DynamicCache(config=model.config)
+    with press(model):
+        model(ids, past_key_values=cache, cache_position=torch.arange(length), logits_to_keep=1)
+    if cache.get_seq_length() != BUDGET:
+        raise RuntimeError(f"kvpress keeps {cache.get_seq_length()} tokens, not {BUDGET}: another version?")
+    return cache
+
+
+def pod_cache(model: PreTrainedModel, ids: Tensor, room: int, evicts: bool) -> pod.PodCache:
+    """A prompt's PodCache: all of it, or what the same SnapKV keeps."""
+    method = pod.eviction.SnapKV(BUDGET, WINDOW, KERNEL, "avg") if evicts else None
+    cache = pod.PodCache(model.config, room, method)
+    model(ids, past_key_values=cache, logits_to_keep=1)
+    return cache
+
+
+def decode_step(setting: Setting, length: int) -> Measured:
+    """Decoding with `length` random tokens in the cache."""
+    models, room = _models(setting), _room(setting, length)
+    caches = {name: (models[name], pod.PodCache(models[name].config, room)) for name in ("PoD", DENSE)}
+    stock = models[STOCK]
+    caches |= {STOCK: (stock, DynamicCache(config=stock.config)), STATIC: (stock, _static(stock, room))}
+    for model, cache in caches.values():
+        fill(cache, model, 1, length)
+    works = {name: _steps(*pair) for name, pair in caches.items()}
+    seconds, left_out, notes = setting.measured(works, f"decode at {length}")
+    notes.append(f"{STEPS} steps; {KVPRESS} decodes from a DynamicCache, and where nothing is evicted is that.")
+    return Measured(seconds, [("PoD", other) for other in (DENSE, STOCK, STATIC)], left_out=left_out, notes=notes)
+
+
+def decode_after_snapkv(setting: Setting, length: int) -> Measured:
+    """Decoding after a prompt of `length` tokens, of which SnapKV kept `BUDGET`."""
+    models, room = _models(setting), _room(setting, length)
+    stock, works = models[STOCK], {}
+    ids = _ids(stock, length)
+    for name, model in ((EVICTED, models["PoD"]), (DENSE_EVICTED, models[DENSE])):
+        works[name] = _steps(model, pod_cache(model, ids, room, True))
+    for name, cache in ((STOCK, DynamicCache(config=stock.config)), (STATIC, _static(stock, room))):
+        fill(cache, stock, 1, length)
+        works[name] = _steps(stock, cache)
+    peer = once(lambda: _steps(stock, kvpress_cache(stock, ids), length))  # the first run, not counted, prefills
+    works[KVPRESS_EVICTED] = lambda: peer()()
+    seconds, left_out, notes = setting.measured(works, f"decode after SnapKV of {length}")
+    notes.append(f"{STEPS} steps; {STOCK} and {STATIC} keep all {length:,} tokens.")
+    pairs = [(name, other) for name in (EVICTED, DENSE_EVICTED) for other in (KVPRESS_EVICTED, STOCK, STATIC)]
+    return Measured(seconds, pairs, left_out=_missing(left_out), notes=notes)
+
+
+def decode_attention_of_model(setting: Setting, length: int) -> Measured:
+    """One token's attention in all layers and nothing else, against dense attention to as many keys."""
+    models, room = _models(setting), _room(setting, length)
+    config = models[STOCK].config
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    new = [setting.random(1, count, 1, config.head_dim) for count in (heads, kv_heads, kv_heads)]
+    works, amounts = {}, {}
+    for name in ("PoD", DENSE):
+        cache = pod.PodCache(models[name].config, room)
+        fill(cache, models[name], 1, length)
+        works[name] = partial(attend, cache, models[name], *new)
+        amounts[name] = cache.nbytes(), BYTES
+    stored = [setting.random(2, 1, kv_heads, length, config.head_dim) for _ in range(config.num_hidden_layers)]
+    run = dense_attentions("cpu", False)[FLASH]
+
+    def dense() -> None:
+        for k, v in stored:
+            run(new[0], k, v)
+
+    works[FLASH] = dense
+    amounts[FLASH] = sum(one.nbytes for one in stored), BYTES
+    seconds, left_out, notes = setting.measured(works, f"decode attention at {length}")
+    by_bytes = amounts["PoD"][0] / amounts[DENSE][0]
+    notes.append(f"The bytes alone make {by_bytes:.3g} of dense time.")
+    return Measured(seconds, [("PoD", DENSE), ("PoD", FLASH)], amounts, left_out, notes, by_bytes)
+
+
+def prefill_of_model(setting: Setting, length: int) -> Measured:
+    """A prompt of `length` tokens into a new cache, kept whole and by SnapKV."""
+    models = _models(setting)
+    stock = models[STOCK]
+
+    def works(ids: Tensor) -> Works:
+        def stored(cache: Callable[[], Cache]) -> None:
+            stock(ids, past_key_values=cache(), logits_to_keep=1)
+
+        size = ids.shape[1]
+        return {
+            "PoD": lambda: pod_cache(models["PoD"], ids, size, False),
+            STOCK: lambda: stored(lambda: DynamicCache(config=stock.config)),
+            STATIC: lambda: stored(lambda: _static(stock, size)),
+            EVICTED: lambda: pod_cache(models["PoD"], ids, size, True),
+            KVPRESS_EVICTED: lambda: kvpress_cache(stock, ids),
+        }
+
+    ids = _ids(stock, length)
+    # The first run, which is not counted, is of a part; SnapKV's has to have something to drop.
+    good, left_out = timing.runnable(works(ids[:, : max(length // 8, BUDGET + WINDOW)]))
+    whole = {name: work for name, work in works(ids).items() if name in good}
+    seconds = timing.interleaved(whole, min(FEW, setting.rounds), "cpu", f"prefill of {length}", MOST_SECONDS)
+    pairs = [("PoD", STOCK), ("PoD", STATIC), (EVICTED, KVPRESS_EVICTED)]
+    return Measured(seconds, pairs, left_out=_missing(left_out))
+
+
+def training_step(setting: Setting, length: int) -> Measured:
+    """Loss and gradients of one sample; in bfloat16 as training has it, float32 weights under autocast."""
+    models = _models(setting, torch.float32)
+    ids = _ids(models[STOCK], length)
+
+    def step(model: PreTrainedModel) -> None:
+        with torch.enable_grad(), torch.autocast("cpu", setting.dtype, enabled=setting.dtype != torch.float32):
+            loss = model(ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        model.zero_grad()
+
+    works = {name: partial(step, model) for name, model in models.items()}
+    few = replace(setting, rounds=min(FEW, setting.rounds), most_seconds=MOST_SECONDS)
+    seconds, left_out, notes = few.measured(works, f"training step of {length}")
+    return Measured(seconds, [("PoD", DENSE), ("PoD", STOCK)], left_out=left_out, notes=notes)
+
+
+def similarity_by_forward(setting: Setting, length: int) -> Measured:
+    """`attention_similarity` of one sample by the stock model's own forward."""
+    model = _models(setting)[STOCK]
+    ids = _ids(model, length)
+    works = {
+        "attention_similarity": lambda: attention_similarity(model, [ids], progress=False),
+        "forward": lambda: model(ids, use_cache=False, logits_to_keep=1),
+    }
+    few = replace(setting, rounds=min(FEW, setting.rounds), most_seconds=MOST_SECONDS)
+    seconds, left_out, notes = few.measured(works, f"similarity of {length}")
+    return Measured(seconds, [("attention_similarity", "forward")], left_out=left_out, notes=notes)
+
+
+# The most important first, and the quick before the slow.
+CPU_SUITE = [
+    decode_attention_of_model,
+    decode_step,
+    decode_after_snapkv,
+    similarity_by_forward,
+    training_step,
+    prefill_of_model,
+]
+CPU_LENGTHS = {decode_after_snapkv: [4000], similarity_by_forward: [2048], training_step: [2048]}
