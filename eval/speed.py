@@ -267,8 +267,7 @@ def page(suites: list[dict[str, Any]], kind: str, broken: list[str]) -> str:
         kind: of the device.
         broken: how processes ended, of those that should not have.
     """
-    commit = described_commit()
-    parts = [heading(suites[0], commit)] if suites else []
+    parts = [heading(suites[0])] if suites else []
     parts += [timing.table(facts["suite"], facts["results"], facts["ceilings"]) for facts in suites]
     failed = broken + [line for facts in suites for line in facts["failed"]]
     if failed:
@@ -286,11 +285,11 @@ def described_commit() -> str:
     return said.strip() or "unknown"
 
 
-def heading(facts: dict[str, Any], commit: str) -> str:
+def heading(facts: dict[str, Any]) -> str:
     """Where and when: what a figure needs to be believed."""
     ceiling = facts["ceilings"]
     return (
-        f"## {facts['device']}, {facts['date']}, commit {commit}\n\n"
+        f"## {facts['device']}, {facts['date']}, commit {facts['commit']}\n\n"
         f"{facts['dtype']}, torch {torch.__version__}, {facts['threads']} threads; {facts['shared_keys']:.0%} of the "
         f"keys shared. A large copy reached {ceiling[BYTES] / SCALE[BYTES]:,.0f} {BYTES}, a large product "
         f"{ceiling[OPERATIONS] / SCALE[OPERATIONS]:,.2f} {OPERATIONS}."
