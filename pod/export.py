@@ -518,6 +518,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--push", metavar="USER/NAME", help="also upload it to the hub, under this name")
     parser.add_argument("--private", action="store_true", help="with --push: make it private, where it is new")
     options = parser.parse_args(arguments)
+    if options.private and options.push is None:
+        parser.error("--private is about --push, which is not given")
     out = export(**vars(options))
     print(f"written and verified: {out}{f'; on the hub: {options.push}' if options.push else ''}")
 

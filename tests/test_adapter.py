@@ -58,7 +58,11 @@ def test_peft_reads_the_folder_too(base, adapter):
 def test_refuses(base, adapter, tmp_path, monkeypatch):
     folder, _ = adapter
     with pytest.raises(FileNotFoundError, match="is no adapter of PoD: it lacks adapter_config.json, adapter_model"):
+        pod.load(base, base)
+    with pytest.raises(FileNotFoundError, match="nowhere: no such directory"):
         pod.load(base, tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"is an adapter of PoD, which brings blocks for its base: pod.load\("):
+        pod.load(folder)
     with pytest.raises(FileNotFoundError, match="no such directory"):
         pod.load(tmp_path / "no base")
     wider = save(tiny_llama(num_hidden_layers=3, hidden_size=64), tmp_path / "wider")

@@ -36,10 +36,11 @@ logits |= {name: pod.load(f"someone/{name}") for name in ("again", "third")}
 with torch.no_grad():
     found = {name: model.eval()(ids, use_cache=False).logits for name, model in logits.items()}
 torch.save(found, f"{folder}/logits.pt")
-try:
-    pod.load("someone/base", "someone/nothing")
-except OSError as error:
-    print(error)
+for names in (["someone/base", "someone/nothing"], ["someone/adapter"]):
+    try:
+        pod.load(*names)
+    except (OSError, ValueError) as error:
+        print(error)
 """
 
 
@@ -78,7 +79,8 @@ def test_models_and_adapters_go_round(prepared, tmp_path):  # noqa: F811
         assert f"written and verified: {tmp_path}/whole; on the hub: someone/model" in said
         python(*export, tmp_path / "part", "--adapter", "--push", "someone/adapter", env=env)
         assert hub.private == {"someone/model"}
-        assert "someone/nothing" in python("-c", LOADS, tmp_path, env=env)
+        said = python("-c", LOADS, tmp_path, env=env)
+        assert "someone/nothing" in said and "pod.load('someone/base', 'someone/adapter')" in said
 
         for name, folder in (("model", "whole"), ("adapter", "part")):
             pushed = hub.repositories[f"someone/{name}"]
@@ -118,6 +120,12 @@ def test_what_cannot_be_pushed_is_refused_before_anything_is_written(name, says,
     monkeypatch.setattr("pod.export.get_token", lambda: None)
     assert main(["--ckpt", str(tmp_path), "--out", str(tmp_path / "out"), "--push", name]) == 2
     assert says in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_private_is_about_a_push(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["--ckpt", str(tmp_path), "--out", str(tmp_path / "out"), "--private"])
+    assert "--private is about --push" in capsys.readouterr().err
 
 
 def test_a_run_without_its_recipe_has_no_data_to_name(tmp_path):

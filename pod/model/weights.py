@@ -25,9 +25,13 @@ def load_causal_lm(where: str | Path, *, finite: bool = False, **options: Any) -
 
     Raises:
         ValueError: weights are missing, left over or of other shapes than the config says, or not finite; names them.
+            Or it is an adapter of ours, which would stand on its base without the blocks.
     """
     where = local(where)
     if (base := _adapted(where)) is not None:
+        if cached_file(str(where), "blocks.json", _raise_exceptions_for_missing_entries=False) is not None:
+            wanted = f"pod.load({base!r}, {str(where)!r})"
+            raise ValueError(f"{where} is an adapter of PoD, which brings blocks for its base: {wanted}")
         load_causal_lm(base, device_map="meta")  # of an adapter's base, transformers does not tell what was missing
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
