@@ -42,7 +42,8 @@ from pod_kernels.dispatch import FORMAT, LENGTHS, TORCH, Choice, ShapeClass, Wor
 from pod_kernels.flash import CUDNN
 
 ATTENTION = [Choice("composed", name) for name in (CUDNN, "FA3", "FA4")] + [Choice("fused")]
-CANDIDATES: dict[Work, list[Choice]] = {"forward": ATTENTION, "training": ATTENTION, "decode": [Choice("fused")]}
+CANDIDATES: dict[Work, list[Choice]] = {"forward": ATTENTION, "training": ATTENTION}
+CANDIDATES |= dict.fromkeys(("decode", "serving"), [Choice("fused")])
 SMALLEST, DECODED = 512, 8192  # tokens of the shortest class of attention, and in the cache that is decoded from
 DEVICE = "cuda"
 COMMAND = [sys.executable, "-m", "pod.model.trial"]
@@ -50,7 +51,7 @@ COMMAND = [sys.executable, "-m", "pod.model.trial"]
 
 def trials_of(shapes: ShapeClass, shape: Shape) -> Iterator[Trial]:
     """What is tried for a class: its smallest shapes, an odd number of tokens, with the model's heads."""
-    tokens = (DECODED if shapes.work == "decode" else max(shapes.length, SMALLEST)) + 37
+    tokens = (max(shapes.length, SMALLEST) if CANDIDATES[shapes.work] is ATTENTION else DECODED) + 37
     for choice in CANDIDATES[shapes.work]:
         heads = {"head_dim": shapes.head_dim, "heads": shape.heads, "kv_heads": shape.kv_heads}
         yield Trial(shapes.work, shapes.dtype, **heads, tokens=tokens, **choice._asdict(), device=DEVICE)
@@ -173,7 +174,7 @@ def table(classes: list[dict[str, Any]]) -> str:
     rows = []
     for entry in classes:
         where = [entry["work"], entry["dtype"], str(entry["head_dim"])]
-        where.append("any" if entry["work"] == "decode" else f"from {entry['length']:,}")
+        where.append("any" if CANDIDATES[entry["work"]] is not ATTENTION else f"from {entry['length']:,}")
         chosen = _name(entry)
         for trial in entry["trials"]:
             ratio = "-" if trial["ratio"] is None else f"{trial['ratio']:.2f}"
@@ -216,7 +217,7 @@ def main(arguments: list[str]) -> int:
         prog="python -m pod.autotune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("recipe", nargs="*", help="recipe=NAME and its keys: the shapes that it trains")
-    parser.add_argument("--ckpt", help="an export: the shapes that it decodes and prefills")
+    parser.add_argument("--ckpt", help="an export: the shapes that it decodes, serves and prefills")
     parser.add_argument("--lengths", type=numbers, help="tokens of whole sequences (1024,4096,16384,65536)")
     parser.add_argument("--dtype", choices=sorted(map(dispatch.name_of, EXACT)), help="of the model (its own)")
     parser.add_argument("--time-limit", type=float, default=300, help="seconds for a candidate (300)")
@@ -235,7 +236,7 @@ def main(arguments: list[str]) -> int:
         lengths = [recipe.data.sequence_length]
     else:
         config = read_config(options.ckpt, "--ckpt")
-        shape, works, lengths = Shape.from_config(config), ("forward", "decode"), LENGTHS
+        shape, works, lengths = Shape.from_config(config), ("forward", "decode", "serving"), LENGTHS
         dtype = config.get("dtype") or "float32"
     if not torch.cuda.is_available():
         print(_without_gpu())

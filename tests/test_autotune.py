@@ -21,7 +21,7 @@ from pod.model import trial as trials
 from pod.model.shape import Shape
 from pod.model.trial import Trial, report
 from pod.training.module import PodModule
-from pod_kernels import attention, composed, dispatch
+from pod_kernels import attention, block_tables, composed, dispatch
 from pod_kernels.dispatch import Choice, ShapeClass
 
 GPU = "Pretended H100"
@@ -157,6 +157,46 @@ def test_decoding_by_what_is_wrong_is_refused(monkeypatch):
         assert report(decoding)["reason"].startswith(f"attention of a cache {kind}: the ")
 
 
+def test_serving_by_the_kernel(monkeypatch):
+    tables, started = pytest.importorskip("pod_kernels.triton.block_tables"), []
+    run = tables.tiles_attention
+    monkeypatch.setattr(tables, "tiles_attention", lambda *asked: started.append(1) or run(*asked))
+    found = report(replace(TRIAL, work="serving"))
+    assert found["reason"] is None and found["ratio"] > 0 and started  # Triton's interpreter runs it
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_serving_by_what_is_wrong_is_refused(dtype, kv_heads, monkeypatch):
+    tables = pytest.importorskip("pod_kernels.triton.block_tables")
+    serving = replace(TRIAL, work="serving", dtype=dtype, kv_heads=kv_heads)
+    monkeypatch.setattr(sys.modules["pod_kernels.dispatch"], "_obstacle", lambda states: "")
+    by_torch = block_tables._of_tiles
+    monkeypatch.setattr(tables, "tiles_attention", by_torch)  # torch in the kernel's place
+    assert report(serving)["reason"] is None
+
+    def wrong_chunk(q, *asked):
+        out = by_torch(q, *asked)
+        return out * (1.05 if len(q) > 4 else 1)
+
+    def wrong_window(*asked):
+        *first, recent_size, scale = asked
+        return by_torch(*first, recent_size - 2, scale)
+
+    def unfinished(q, *asked):
+        out = by_torch(q, *asked)
+        out[-1] = torch.nan
+        return out
+
+    for kernel, what in (
+        (wrong_chunk, "attention of a chunk beside them: the "),
+        (wrong_window, "attention of requests that decode: the "),
+        (unfinished, "attention of requests that decode has "),
+    ):
+        monkeypatch.setattr(tables, "tiles_attention", kernel)
+        assert report(serving)["reason"].startswith(what)
+
+
 # ---------------------------------------------------------------------------------------------------- its process
 
 
@@ -207,7 +247,7 @@ def asked(monkeypatch):
 
     def tried(trial, time_limit):
         seen.append((trial.work, trial.tokens, trial.flash or trial.backend))
-        ratio = RATIOS[trial.flash] if trial.work != "decode" else 1.1
+        ratio = RATIOS[trial.flash] if trial.work not in ("decode", "serving") else 1.1
         return {"ratio": ratio, "reason": None if ratio else "not installed"}
 
     monkeypatch.setattr(autotune, "tried", tried)
@@ -218,7 +258,7 @@ def test_the_command(export, asked, capsys, monkeypatch):
     assert autotune.main(["--ckpt", str(export), "--lengths", "700,5000"]) == 0
     candidates = ["cuDNN", "FA3", "FA4", "fused"]
     assert asked == [("forward", tokens + 37, name) for tokens in (512, 4096) for name in candidates] + [
-        ("decode", 8192 + 37, "fused")
+        (work, 8192 + 37, "fused") for work in ("decode", "serving")
     ]
     table = capsys.readouterr().out
     assert "not installed" in table and "0.70" in table and str(dispatch.choices_path(GPU)) in table
@@ -226,6 +266,7 @@ def test_the_command(export, asked, capsys, monkeypatch):
         ShapeClass(GPU, "bfloat16", 16, 0, "forward"): Choice("fused"),
         ShapeClass(GPU, "bfloat16", 16, 4096, "forward"): Choice("fused"),
         ShapeClass(GPU, "bfloat16", 16, 0, "decode"): dispatch.TORCH,
+        ShapeClass(GPU, "bfloat16", 16, 0, "serving"): dispatch.TORCH,
     }
     assert dispatch._of_machine(GPU) == wanted
     assert dispatch.known() == [[*shapes, *choice] for shapes, choice in sorted(wanted.items())]
@@ -234,10 +275,10 @@ def test_the_command(export, asked, capsys, monkeypatch):
     asked.clear()
     autotune.main(["--ckpt", str(export), "--lengths", "700,20000"])
     assert {tokens for _, tokens, _ in asked} == {16_384 + 37}
-    assert len(autotune.entries(dispatch.choices_path(GPU))) == 4
+    assert len(autotune.entries(dispatch.choices_path(GPU))) == 5
     asked.clear()
     autotune.main(["--ckpt", str(export), "--lengths", "700", "--force"])
-    assert len(asked) == 5
+    assert len(asked) == 6
     monkeypatch.setitem(RATIOS, None, 0.9)
     monkeypatch.setitem(RATIOS, "cuDNN", 0.5)
     autotune.main(["--ckpt", str(export), "--lengths", "700", "--force"])
@@ -283,7 +324,7 @@ def test_a_damaged_file(damage, asked, export, caplog, capsys):
     assert f"{path} is damaged" in caplog.text and "python -m pod.autotune writes it anew" in caplog.text
     assert autotune.main(["--show"]) == 2 and f"{path} is damaged" in capsys.readouterr().err
     assert autotune.main(["--ckpt", str(export), "--lengths", "700"]) == 0
-    assert "is damaged" in capsys.readouterr().err and len(autotune.entries(path)) == 2
+    assert "is damaged" in capsys.readouterr().err and len(autotune.entries(path)) == 3
 
 
 def test_an_interrupted_run_goes_on(asked, export, monkeypatch):
@@ -299,7 +340,7 @@ def test_an_interrupted_run_goes_on(asked, export, monkeypatch):
     monkeypatch.setattr(autotune, "tried", tried)
     asked.clear()
     assert autotune.main(["--ckpt", str(export), "--lengths", "700,5000"]) == 0
-    assert asked[0] == ("forward", 4096 + 37, "cuDNN") and len(asked) == 5
+    assert asked[0] == ("forward", 4096 + 37, "cuDNN") and len(asked) == 6
 
 
 @pytest.mark.slow
@@ -313,7 +354,7 @@ def test_two_processes_at_once(tmp_path):
     )
     processes = [subprocess.Popen([sys.executable, "-c", code, dtype]) for dtype in ("float16", "bfloat16")]
     assert [process.wait() for process in processes] == [0, 0]
-    assert len(autotune.entries(dispatch.choices_path(GPU))) == 40
+    assert len(autotune.entries(dispatch.choices_path(GPU))) == 50
 
 
 @pytest.mark.parametrize(

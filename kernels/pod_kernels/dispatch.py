@@ -30,7 +30,7 @@ FORMAT = 1  # of the file of choices
 # A sequence belongs to the class of the longest of these that it reaches.
 LENGTHS = (0, 1024, 4096, 16_384, 65_536)
 
-Work = Literal["forward", "training", "decode"]
+Work = Literal["forward", "training", "decode", "serving"]
 logger = logging.getLogger("pod_kernels")
 
 
@@ -41,8 +41,9 @@ class ShapeClass(NamedTuple):
         gpu: its name, as `torch.cuda.get_device_properties` has it.
         dtype: as torch writes it, such as "bfloat16".
         head_dim: D.
-        length: of `LENGTHS`, the longest that T reaches; 0 where it is decoded, from caches of any length.
-        work: attention of whole sequences without or with a backward; or the steps of decoding, all that a cache does.
+        length: of `LENGTHS`, the longest that T reaches; 0 where it is decoded or served, from caches of any length.
+        work: attention of whole sequences without or with a backward; the steps of decoding, all that a cache does; or
+            those of an engine whose cache lies in blocks.
     """
 
     gpu: str
@@ -70,7 +71,10 @@ _fixed: Choices | None = None
 
 
 def shape_class(states: Tensor, work: Work) -> ShapeClass | None:
-    """The class of queries [B, H, T, D], for decoding of any states [.., D]; None off a GPU: nothing is chosen."""
+    """The class of queries [B, H, T, D], for decoding and serving of any states [.., D].
+
+    None off a GPU: nothing is chosen.
+    """
     if states.device.type != "cuda":
         return None
     gpu = torch.cuda.get_device_properties(states.device).name
@@ -84,7 +88,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 def length_class(work: Work, tokens: int) -> int:
     """What `ShapeClass.length` is of so many tokens."""
-    return 0 if work == "decode" else max(reached for reached in LENGTHS if reached <= tokens)
+    return 0 if work in ("decode", "serving") else max(reached for reached in LENGTHS if reached <= tokens)
 
 
 @cache
@@ -223,7 +227,7 @@ def _wanted() -> str:
     return os.environ.get(VARIABLE) or "auto"
 
 
-def runs_triton(states: Tensor, work: Work | None = "decode") -> bool:
+def runs_triton(states: Tensor, work: Work = "decode") -> bool:
     """Whether Triton's kernels take these states.
 
     The environment variable POD_ATTENTION_BACKEND decides, as for `shared_score_attention`: "fused" takes the kernels
@@ -233,13 +237,12 @@ def runs_triton(states: Tensor, work: Work | None = "decode") -> bool:
 
     Args:
         states: [.., D] the queries, or what is stored.
-        work: the kernels' kind; None: one that `pod.autotune` does not try, so that the variable alone takes them.
+        work: the kernels' kind.
 
     Raises:
         ValueError: no such backend; the kernels are asked for and cannot run here, with the reason.
     """
-    shapes = shape_class(states, work) if work else None
-    if resolve_backend("auto", shapes) != "fused":
+    if resolve_backend("auto", shape_class(states, work)) != "fused":
         return False
     reason = _obstacle(states)
     if reason and _wanted() == "fused":

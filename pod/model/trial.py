@@ -7,7 +7,8 @@
 torch's own operations in the same round, and `reason`, why it may not be taken, else null.
 
 What is compared: attention with its gradients, in rows with padding and of several documents; or steps of decoding by
-all that a cache does with what it keeps, evicts by scores, chains and skips. The truth has twice the digits; the error,
+all that a cache does with what it keeps, evicts by scores, chains and skips; or a step of requests in block tables. The
+truth has twice the digits; the error,
 relative to it, may be twice that of plain matmuls in the digits at hand. Memory that is handed out is full of NaN, and
 the same inputs must give the same bits.
 """
@@ -21,6 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -28,11 +30,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 import pod
 from pod.eviction import H2O, Cascade
 from pod_kernels import shared_score_attention
+from pod_kernels.block_tables import block_table_attention
 from pod_kernels.dispatch import forced
 from pod_kernels.flash import EAGER
+from pod_kernels.tables import Part, Store, Tiles
 
 EXACT = {torch.float32: torch.float64, torch.float16: torch.float32, torch.bfloat16: torch.float32}
 SINKS, RUNS, ROUNDS, STEPS = 16, 20, 10, 4
+BLOCK = 16  # tokens of a serving engine's block
 CHECKED = 1061  # tokens at which matmuls by pairs fit
 LEAST = 2.0**-20  # relative error that sums of another order make in float32
 SHARPNESS = 2.0  # of queries: with flatter attention the mean of many values would hide what a mask gets wrong
@@ -43,7 +48,7 @@ class Trial:
     """What is tried.
 
     Attributes:
-        work: "forward", "training" or "decode".
+        work: of `pod_kernels.dispatch.Work`.
         dtype: as torch writes it.
         head_dim, heads, kv_heads: of the model.
         tokens: of a sequence, or in the cache.
@@ -87,7 +92,7 @@ def run(trial: Trial) -> float:
     torch.manual_seed(0)
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
-    return (_decode if trial.work == "decode" else _attention)(trial)
+    return {"decode": _decode, "serving": _serving}.get(trial.work, _attention)(trial)
 
 
 def _errors(found: Tensor, truth: Tensor) -> dict[str, float]:
@@ -287,6 +292,61 @@ def _stepping(model: PreTrainedModel, cache: pod.PodCache, backend: str) -> Call
             model(token, past_key_values=cache)
 
     return step
+
+
+def _serving(trial: Trial) -> float:
+    """Steps over block tables: requests of unequal lengths that decode, and with them a chunk of a prefill."""
+    lengths = [max(1, trial.tokens // part) for part in (1, 2, 3, 5)]
+    sizes = {"sink_size": SINKS, "recent_size": trial.recent, "scale": trial.head_dim**-0.5}
+    # Every other head shares; its anchor's keys lie in another layer's blocks.
+    heads = torch.arange(trial.kv_heads, device=trial.device)
+    own, others = heads[::2], heads[1::2]
+    width = -(-trial.tokens // BLOCK)
+    count = len(lengths) * width
+    table = torch.randperm(count, device=trial.device).view(-1, width)
+    stores = [
+        trial.random(count, vectors, BLOCK, trial.head_dim)
+        for vectors in (trial.kv_heads + len(own), *2 * [len(others)])
+    ]
+    for blocks in stores:  # what no token was written to is no number
+        by_request = blocks[table].movedim(2, 3).flatten(1, 2)
+        for row, length in enumerate(lengths):
+            by_request[row, length:] = torch.nan
+        blocks[table] = by_request.unflatten(1, (width, BLOCK)).movedim(3, 2)
+
+    def step(counts: list[int]) -> Callable[..., Tensor]:
+        starts = np.cumsum([0, *counts])
+        tiles = Tiles.of(starts, np.array(lengths), torch.device(trial.device))
+        queries = [SHARPNESS * trial.random(int(starts[-1]), trial.heads, trial.head_dim) for _ in range(2)]
+
+        def attend(backend: str, exact: bool = False) -> Tensor:
+            dtype = EXACT[queries[0].dtype] if exact else queries[0].dtype
+            far, near, anchors = (Store(blocks.to(dtype), table) for blocks in stores)
+            q, q_distant = (each.to(dtype) for each in queries)
+            keys = Part(far, trial.kv_heads + torch.arange(len(own), device=trial.device), own)
+            near_keys, distant_keys = [keys], [keys]
+            if len(others):
+                places = torch.arange(len(others), device=trial.device)
+                near_keys, distant_keys = ([keys, Part(store, places, others)] for store in (near, anchors))
+            values = [Part(far, heads, heads)]
+            with forced(backend):
+                return block_table_attention(q, q_distant, near_keys, distant_keys, values, tiles, **sizes)
+
+        return attend
+
+    decoding = step([1] * len(lengths))
+    for what, attend in {
+        "requests that decode": decoding,
+        "a chunk beside them": step([1, min(100, lengths[1]), 1, 1]),
+    }.items():
+        truth, eager, found = attend("composed", True), attend("composed"), attend(trial.backend)
+        _check(f"attention of {what}", found, truth, _errors(eager, truth))
+        if not all(torch.equal(found, attend(trial.backend)) for _ in range(RUNS - 1)):
+            raise Refused(f"attention of {what} differs from run to run")
+    torch.use_deterministic_algorithms(False)
+    ours, torchs = (lambda backend=backend: decoding(backend) for backend in (trial.backend, "composed"))
+    ours(), torchs()
+    return _ratio(ours, torchs, trial.device)
 
 
 def report(trial: Trial) -> dict[str, Any]:
