@@ -354,7 +354,7 @@ def test_two_processes_at_once(tmp_path):
     )
     processes = [subprocess.Popen([sys.executable, "-c", code, dtype]) for dtype in ("float16", "bfloat16")]
     assert [process.wait() for process in processes] == [0, 0]
-    assert len(autotune.entries(dispatch.choices_path(GPU))) == 50
+    assert len(autotune.entries(dispatch.choices_path(GPU))) == 40
 
 
 @pytest.mark.parametrize(
