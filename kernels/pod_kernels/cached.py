@@ -238,8 +238,11 @@ class _Asked:
         if num_own == piece.heads:
             return logits
         if scores is not None:
-            read = slice(first, last) if layer.index is None else layer.index[first:last]
-            logits[num_own:, ..., :width] = scores[read, rows, ..., part, :width]
+            left, here = scores[:, rows, ..., part, :width], logits[num_own:, ..., :width]
+            if layer.index is None:
+                here.copy_(left[first:last])
+            else:  # in a third of the time of an index among slices
+                torch.index_select(left, 0, layer.index[first:last], out=here)
         for place in range(first, last) if scores is None else ():
             keys = _gathered((self.distant_keys[place - anchors],), piece)[:, :, :width]
             query = q_distant[place : place + 1, rows, :, part]
@@ -267,8 +270,9 @@ class _Asked:
         if not is_in_order:
             key, slots = key[others], slots[others]
         key, query = key[:, rows, None], at[..., None]
-        is_proximal = (key < layer.sink_size) | (query - key < layer.recent_size)
-        is_used = (key >= 0) & (key <= query) & is_proximal
+        is_used = (key > (query - layer.recent_size).clamp_(min=-1)) | ((key >= 0) & (key < layer.sink_size))
+        if self.q.shape[2] > 1:  # a single one has seen all that is stored
+            is_used &= key <= query
         index = torch.where(is_used, slots[:, rows, None].long(), spare)[:, :, None]
         if is_common:
             self.masks["index"] = index
