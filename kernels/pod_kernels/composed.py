@@ -5,7 +5,7 @@ weights as exp(logit - lse) and subtracts rowsum(grad_out * out); with the merge
 correction of the whole softmax, so the sum over pieces is exact and no gradient has to flow through any log-sum-exp.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -29,6 +29,41 @@ def _cut(inputs: Inputs, sizes: Sizes) -> tuple[Kernel, tuple[Piece, ...], list[
     return kernel, pieces, splits, band_mask(pieces, recent_size, q.dtype, q.device)
 
 
+def _calls(
+    piece: Piece, asked: list[Tensor], held: list[Tensor], recent_size: int
+) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Views of what each call of a piece takes: all of it, but of a band in chunks one row, its chunks as the rows.
+
+    Args:
+        asked: [B, h, Tq, ..] each, by query.
+        held: [B, h_kv, Tk, D] each, by key.
+
+    Returns:
+        [n, h, c, ..] and [n, h_kv, c + recent_size - 1, D] for n chunks of c queries.
+    """
+    if piece.chunks == 1:
+        yield asked, held
+        return
+    size = piece.chunk
+    for row in range(len(held[0])):
+        yield (
+            [x[row].unflatten(1, (piece.chunks, size)).transpose(0, 1) for x in asked],
+            [x[row].unfold(1, size + recent_size - 1, size).permute(1, 0, 3, 2) for x in held],
+        )
+
+
+def _add_chunks(total: Tensor, grads: Tensor, piece: Piece) -> None:
+    """Add what the chunks of a band give [n, h, w, D] to the tokens [h, .., D] from which `_calls` took them.
+
+    As many tokens of all chunks at once as no two chunks have in common.
+    """
+    size = piece.chunk
+    for first in range(0, grads.shape[2], size):
+        part = grads[:, :, first : first + size]
+        windows = total[:, first:].unfold(1, part.shape[2], size)[:, : piece.chunks].permute(1, 0, 3, 2)
+        windows += part
+
+
 def _forward(inputs: Inputs, sizes: Sizes, want_gate: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """out in q's dtype, lse, and the proximal keys' own lse, of full sequences."""
     q, k, v, q_distant, k_distant = inputs
@@ -46,25 +81,18 @@ def _forward(inputs: Inputs, sizes: Sizes, want_gate: bool) -> tuple[Tensor, Ten
             lse_proximal = lse.clone()
         queries, keys = (q_distant, k_distant) if piece.distant else (q, k)
         for query_heads, kv_heads in splits:
-            piece_out, piece_lse = forward_piece(
-                kernel,
-                piece,
-                queries[:, query_heads, rows],
-                keys[:, kv_heads, columns],
-                v[:, kv_heads, columns],
-                mask,
-                sizes.recent_size,
-                sizes.scale,
-            )
-            running_out, running_lse = out[:, query_heads, rows], lse[:, query_heads, rows]
-            if piece.first:
-                running_out.copy_(piece_out)
-                running_lse.copy_(piece_lse)
-            else:
-                merged = torch.logaddexp(running_lse, piece_lse)
-                running_out.mul_((running_lse - merged).exp_()[..., None])
-                running_out.addcmul_(piece_out, (piece_lse - merged).exp_()[..., None])
-                running_lse.copy_(merged)
+            asked = [x[:, query_heads, rows] for x in (queries, out, lse)]
+            held = [x[:, kv_heads, columns] for x in (keys, v)]
+            for (mine, running_out, running_lse), seen in _calls(piece, asked, held, sizes.recent_size):
+                piece_out, piece_lse = forward_piece(kernel, piece, mine, *seen, mask, sizes.recent_size, sizes.scale)
+                if piece.first:
+                    running_out.copy_(piece_out)
+                    running_lse.copy_(piece_lse)
+                else:
+                    merged = torch.logaddexp(running_lse, piece_lse)
+                    running_out.mul_((running_lse - merged).exp_()[..., None])
+                    running_out.addcmul_(piece_out, (piece_lse - merged).exp_()[..., None])
+                    running_lse.copy_(merged)
     return out.to(q.dtype), lse, lse_proximal
 
 
@@ -85,23 +113,23 @@ def _backward(
         if all(buffer is None for buffer in buffers):
             continue
         for query_heads, kv_heads in splits:
-            piece_grads = backward_piece(
-                kernel,
-                piece,
-                grad_out[:, query_heads, rows],
-                queries[:, query_heads, rows],
-                keys[:, kv_heads, columns],
-                v[:, kv_heads, columns],
-                out[:, query_heads, rows],
-                lse[:, query_heads, rows],
-                mask,
-                sizes.recent_size,
-                sizes.scale,
-            )
-            wheres = ((query_heads, rows), (kv_heads, columns), (kv_heads, columns))
-            for buffer, (heads, tokens), piece_grad in zip(buffers, wheres, piece_grads, strict=True):
-                if buffer is not None:
-                    buffer[:, heads, tokens] += piece_grad
+            asked = [x[:, query_heads, rows] for x in (grad_out, queries, out, lse)]
+            held = [x[:, kv_heads, columns] for x in (keys, v)]
+            sums = [
+                None if buffer is None else buffer[:, heads, tokens]
+                for buffer, heads, tokens in zip(
+                    buffers, (query_heads, kv_heads, kv_heads), (rows, columns, columns), strict=True
+                )
+            ]
+            for row, ((mine_grad, mine, *merged), seen) in enumerate(_calls(piece, asked, held, sizes.recent_size)):
+                piece_grads = backward_piece(
+                    kernel, piece, mine_grad, mine, *seen, *merged, mask, sizes.recent_size, sizes.scale
+                )
+                for total, piece_grad in zip(sums, piece_grads, strict=True):
+                    if total is not None and piece.chunks == 1:
+                        total += piece_grad
+                    elif total is not None:
+                        _add_chunks(total[row], piece_grad, piece)
     # One at a time, so that a float32 buffer is freed as soon as it is cast.
     for index, tensor in enumerate(inputs):
         if grads[index] is not None:

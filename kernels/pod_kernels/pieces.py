@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-# Shorter chunks of the band waste fewer masked pairs but cost more calls; past this many queries there is no gain left.
-LARGEST_SPEED_CHUNK = 256
+# Shorter chunks of the band waste fewer masked pairs; below this many queries torch's CPU kernel gains nothing.
+SHORTEST_FAST_CHUNK = 64
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Piece:
             sees keys t .. t + recent_size - 1 of the piece. `window`: causal, and t - u < recent_size (a square).
         distant: logits from q_distant and k_distant instead of q and k.
         first: no earlier piece of the plan holds these queries.
+        chunks: of a band, into how many of one size its queries are cut, each with the keys that it sees.
     """
 
     queries: tuple[int, int]
@@ -37,12 +38,18 @@ class Piece:
     shape: Literal["causal", "full", "band", "window"]
     distant: bool = False
     first: bool = False
+    chunks: int = 1
+
+    @property
+    def chunk(self) -> int:
+        """Queries of a chunk."""
+        return (self.queries[1] - self.queries[0]) // self.chunks
 
     @property
     def multiplied_pairs(self) -> int:
         """Pairs whose logit is computed, masked ones of a band included."""
         num_queries = self.queries[1] - self.queries[0]
-        num_keys = self.keys[1] - self.keys[0]
+        num_keys = self.keys[1] - self.keys[0] - num_queries + self.chunk
         return num_queries * (num_queries + 1) // 2 if self.shape == "causal" else num_queries * num_keys
 
 
@@ -74,10 +81,12 @@ def plan(
         pieces.append(Piece((0, recent_size), (0, recent_size), "causal", first=True))
         # A chunk of c queries multiplies c - 1 pairs too many per query. Both terms are at most T / 32 once
         # T >= 4 * recent_size, which is at most 1/16 of the causal T / 2 pairs per query.
-        chunk = max(1, recent_size // 8, min(length // 32, LARGEST_SPEED_CHUNK))
-        for start in range(recent_size, length, chunk):
-            stop = min(start + chunk, length)
-            pieces.append(Piece((start, stop), (start - recent_size + 1, stop), "band", first=True))
+        chunk = max(1, recent_size // 8, min(length // 32, SHORTEST_FAST_CHUNK))
+        whole = length - (length - recent_size) % chunk
+        for start, stop, chunks in ((recent_size, whole, (whole - recent_size) // chunk), (whole, length, 1)):
+            if start < stop:
+                keys = start - recent_size + 1, stop
+                pieces.append(Piece((start, stop), keys, "band", first=True, chunks=chunks))
     if sink_size > 0:
         pieces.append(Piece((recent_size, end), (0, sink_size), "causal"))
         pieces.append(Piece((end, length), (0, sink_size), "full"))
