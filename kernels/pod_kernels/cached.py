@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from pod_kernels.dispatch import runs_triton
-from pod_kernels.segments import MAX_LOGITS, HeadOf, LayerSlots, Piece, products
+from pod_kernels.segments import MAX_LOGITS, HeadOf, LayerSlots, Piece, products, weighted
 from pod_kernels.skipping import SkipStats, attend_skipping
 
 LOWEST = torch.finfo(torch.float32).min
@@ -312,7 +312,7 @@ def _attend(asked: _Asked) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor
                 logits[..., width:].fill_(LOWEST)
             softmax = torch.softmax(logits, dim=-1)
             if asked.tau is None or count > 1 or num_own == piece.heads:
-                attended = softmax[..., :width].to(values.dtype).flatten(2, 3) @ values
+                attended = weighted(softmax[..., :width].flatten(2, 3), values)
             else:
                 attended = attend_skipping(logits[..., :width], values, at, layer, asked.tau, asked.stats)
             attended, is_padding = attended.unflatten(2, (groups, -1)), (at < 0)[None, :, None]

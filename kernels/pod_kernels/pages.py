@@ -10,7 +10,7 @@ positions, P pages, R positions that are read, D head dimension.
 import torch
 from torch import Tensor
 
-from pod_kernels.segments import HeadOf, LayerSlots, products
+from pod_kernels.segments import HeadOf, LayerSlots, products, weighted
 
 
 def refresh_pages(pages: Tensor, keys: Tensor, before: Tensor, after: Tensor, page_size: int, most: int) -> None:
@@ -104,6 +104,6 @@ def paged_attention(
         logits.append(torch.where(is_near[:, :, None, None], own, distant))
     logits = torch.cat(logits).masked_fill(read[:, :, None, None] < 0, torch.finfo(torch.float32).min)
     values = taken(layer.values.rectangle, at)
-    out = torch.softmax(logits, dim=-1).to(values.dtype) @ values[:, :, None]
+    out = weighted(torch.softmax(logits, dim=-1).flatten(2, 3), values)[:, :, :, None]
     out = out.masked_fill((positions < 0)[None, :, None, :, None], 0)
     return layer.by_head(out).transpose(0, 1).flatten(1, 2)

@@ -8,7 +8,7 @@ a batched product over a run of heads reads the cache in place.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -19,6 +19,8 @@ from torch import Tensor
 
 # Logits that one chunk of queries may materialise; 2**25 float32 numbers are 128 MiB.
 MAX_LOGITS = 2**25
+# Numbers that one part of the work may materialise on a CPU: what fits its caches.
+CPU_NUMBERS = 2**17
 
 
 def on_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
@@ -329,12 +331,45 @@ def ring_positions(lengths: Tensor, places: int, sink_size: int, ring_size: int)
     return torch.where(place < sink_size, sinks, ring)
 
 
+@cache
+def _has_half_products() -> bool:
+    """Whether the processor multiplies matrices of half precision; of others than x86 that is supposed."""
+    able = torch.cpu.get_capabilities()
+    return able.get("architecture") != "x86_64" or able["avx512_bf16"] or able["amx_bf16"]
+
+
+def _multiplies_slowly(x: Tensor) -> bool:
+    """Float32 is then faster, conversion included: on a CPU without such instructions three to four times."""
+    return x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16) and not _has_half_products()
+
+
+def _in_cache(x: Tensor) -> tuple[Tensor, ...]:
+    """Pieces of [h, B, N, D] along N that stay in a processor's caches when they are made float32."""
+    heads, batch, _, dim = x.shape
+    return x.split(max(1, CPU_NUMBERS // max(1, heads * batch * dim)), dim=2)
+
+
+def weighted(weights: Tensor, values: Tensor) -> Tensor:
+    """[h, B, n, N] float32 weights and [h, B, N, D] values -> [h, B, n, D] in the values' dtype."""
+    if not _multiplies_slowly(values):
+        return weights.to(values.dtype) @ values
+    parts = _in_cache(values)
+    sums = zip(weights.split(parts[0].shape[2], dim=-1), parts, strict=True)
+    return sum(weight @ part.float() for weight, part in sums).to(values.dtype)
+
+
 def products(queries: Tensor, keys: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
     """[h, B, G, t, D] queries with [h, B, N, D] keys -> [h, B, G, t, N] float32 logits, the keys read in place.
 
     `out` [h, B, G, t, N or more] takes them in its first columns.
     """
-    found = (queries.flatten(2, 3) @ keys.transpose(2, 3)).unflatten(2, queries.shape[2:4]).float()
+    asked = queries.flatten(2, 3)
+    if _multiplies_slowly(keys):
+        asked = asked.float()
+        found = torch.cat([asked @ part.float().transpose(2, 3) for part in _in_cache(keys)], dim=-1)
+    else:
+        found = (asked @ keys.transpose(2, 3)).float()
+    found = found.unflatten(2, queries.shape[2:4])
     return found.mul_(scale) if out is None else torch.mul(found, scale, out=out[..., : keys.shape[2]])
 
 

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from pod_kernels.dispatch import runs_triton
-from pod_kernels.segments import MAX_LOGITS, products
+from pod_kernels.segments import CPU_NUMBERS, MAX_LOGITS, products, weighted
 
-# Numbers that one part of the work may materialise on a CPU: what fits its caches.
+# Logits that one part of the work may materialise on a CPU: what fits its caches.
 CPU_LOGITS = 2**20
-CPU_NUMBERS = 2**17
 
 
 @dataclass
@@ -228,9 +227,8 @@ def slot_attention(
         weights.masked_fill_(~is_real[:, part][None, :, None, :, None], 0)
         if sums is not None:
             sums += decay[part] @ weights[:num_anchors]
-        weights = weights.to(values[0].dtype).flatten(2, 3)
-        parts = weights.split([piece.shape[2] for piece in values], dim=-1)
-        out = sum(part @ piece for part, piece in zip(parts, values, strict=True))
+        parts = weights.flatten(2, 3).split([piece.shape[2] for piece in values], dim=-1)
+        out = sum(weighted(part, piece) for part, piece in zip(parts, values, strict=True))
         pieces.append(out.unflatten(2, (groups, -1)))
     return torch.cat(pieces, dim=3), sums, kept_logits
 
