@@ -95,7 +95,7 @@ def head_splits(kernel: Kernel, heads: int, kv_heads: int) -> list[tuple[slice, 
 
 def band_mask(pieces: tuple[Piece, ...], recent_size: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
     """[c, c + recent_size - 1], 0 or -inf, for the longest chunk, of c queries; others take its top left corner."""
-    chunk = max((piece.chunk for piece in pieces if piece.shape == "band"), default=0)
+    chunk = max(piece.chunk for piece in pieces)
     if chunk == 0:
         return None
     outside = torch.ones(chunk, chunk + recent_size - 1, dtype=torch.bool, device=device)

@@ -30,7 +30,7 @@ class Piece:
             sees keys t .. t + recent_size - 1 of the piece. `window`: causal, and t - u < recent_size (a square).
         distant: logits from q_distant and k_distant instead of q and k.
         first: no earlier piece of the plan holds these queries.
-        chunks: of a band, into how many of one size its queries are cut, each with the keys that it sees.
+        chunks, chunk: of a band: into how many its queries are cut, each with the keys that it sees, and their size.
     """
 
     queries: tuple[int, int]
@@ -39,17 +39,13 @@ class Piece:
     distant: bool = False
     first: bool = False
     chunks: int = 1
-
-    @property
-    def chunk(self) -> int:
-        """Queries of a chunk."""
-        return (self.queries[1] - self.queries[0]) // self.chunks
+    chunk: int = 0
 
     @property
     def multiplied_pairs(self) -> int:
         """Pairs whose logit is computed, masked ones of a band included."""
         num_queries = self.queries[1] - self.queries[0]
-        num_keys = self.keys[1] - self.keys[0] - num_queries + self.chunk
+        num_keys = self.keys[1] - self.keys[0] - (self.chunks - 1) * self.chunk
         return num_queries * (num_queries + 1) // 2 if self.shape == "causal" else num_queries * num_keys
 
 
@@ -86,7 +82,8 @@ def plan(
         for start, stop, chunks in ((recent_size, whole, (whole - recent_size) // chunk), (whole, length, 1)):
             if start < stop:
                 keys = start - recent_size + 1, stop
-                pieces.append(Piece((start, stop), keys, "band", first=True, chunks=chunks))
+                size = (stop - start) // chunks
+                pieces.append(Piece((start, stop), keys, "band", first=True, chunks=chunks, chunk=size))
     if sink_size > 0:
         pieces.append(Piece((recent_size, end), (0, sink_size), "causal"))
         pieces.append(Piece((end, length), (0, sink_size), "full"))
