@@ -23,6 +23,7 @@ import pod
 from pod.evaluation.command import add_numbers, add_out
 from pod.extras import require
 from pod.model.families import pod_config
+from pod.terminal import exit_status
 
 LLAMA3_8B = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
 
@@ -128,6 +129,7 @@ def measure(ckpt: str, dtype: str, length: int, pool: int, requests: int, new_to
     }
 
 
+@exit_status
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fit", action="store_true", help="what fits, by vLLM's accounting, of Llama-3-8B")

@@ -268,7 +268,10 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--length", type=int, default=2048, help="tokens of kvzip's text and of filters' parts (2048)")
     parser.add_argument("--samples", type=int, default=19, help="parts of the text for filters (19)")
     parser.add_argument("--queries", type=int, default=3000, help="of each query head, for filters (3000)")
+    parser.add_argument("--force", action="store_true", help="replace the file, where there is one")
     options = parser.parse_args(arguments)
+    if options.out.exists() and not options.force:
+        raise ValueError(f"{options.out} exists: choose another --out, or replace it with --force")
     check_writable(options.out.parent)
     text = None if options.text_file is None else read_text(options.text_file, "--text-file")
     sizes = {name: getattr(options, name) for name in ("repeated", "length", "samples", "queries")}

@@ -84,6 +84,8 @@ ADAPTER = """import pod
 
 model = pod.load("{base}", adapter="{path}")"""
 
+IN_4_BITS = ", in 4 bits (nf4) while adapters were trained and measured, in full here"
+
 STREAMING = ", and one whose anchor is -1 streams: it attends to sinks and recent tokens alone, and stores no others"
 
 SHARING = dict.fromkeys(("scores", "keys"), "Its layers share the attention scores of distant tokens") | {
@@ -306,6 +308,7 @@ def model_card(
     measured_at: int,
     data: tuple[str, list[str]],
     adapter: bool = False,
+    in_4_bits: bool = False,
 ) -> str:
     """README.md of an export: what it is, how to load it, what was measured after how many steps, the block map.
 
@@ -315,6 +318,7 @@ def model_card(
         metrics, measured_at: what the last validation found, after how many steps.
         data: of `data_of`.
         adapter: the export is to be added to its base.
+        in_4_bits: what validation measured was the adapter on the base in 4 bits.
     """
     config = model.config
     shares = hasattr(config, "share")
@@ -330,7 +334,7 @@ def model_card(
         "it; without that, transformers does not know the model type."
         if shares
         else "Its layers share nothing: it is a plain model that transformers loads by itself.",
-        base=base or "from scratch",
+        base=(base or "from scratch") + IN_4_BITS * in_4_bits,
         data=data[0],
         step=step,
         saving=config.kv_saving if shares else 0.0,
@@ -433,7 +437,8 @@ def _check_free(out: Path, force: bool) -> None:
 
 def _export(ckpt: Path, out: Path, dtype: torch.dtype | None, adapter: bool, push: str | None) -> None:
     checkpoint, file = load_checkpoint(ckpt)
-    base = checkpoint["hyper_parameters"]["model"]["base"]
+    trained = checkpoint["hyper_parameters"]["model"]
+    base, in_4_bits = trained["base"], trained.get("load_in_4bit", False)
     _check_apart(out, {} if base is None else {"the model that was trained": Path(base)})
     run, step = file.parent.parent, int(checkpoint["global_step"])
     aside = out.with_name(f".{out.name}.partial")
@@ -442,7 +447,7 @@ def _export(ckpt: Path, out: Path, dtype: torch.dtype | None, adapter: bool, pus
         with naming(out):
             model = (_write_adapter if adapter else _write_model)(checkpoint, run, aside, out, dtype)
             named = out if push is None else Path(push)
-            card = model_card(model, named, base, step, *measured(run, step), data_of(run), adapter)
+            card = model_card(model, named, base, step, *measured(run, step), data_of(run), adapter, in_4_bits)
             (aside / "README.md").write_text(card, encoding="utf-8")
             write_sums(aside)
         wanted = _logits(model)

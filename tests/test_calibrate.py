@@ -139,7 +139,10 @@ def test_the_command_writes_what_methods_read(model, tmp_path, capsys):
         assert scores.min() >= 0 and scores.max() <= 1
         scores.zero_()
     assert calibration.head_scores(out, "razor", config).max() == 1
-    assert main(["--ckpt", str(folder), "--out", str(out), "--measure", "razor", "--repeated", "5"]) == 0
+    line = ["--ckpt", str(folder), "--out", str(out), "--measure", "razor", "--repeated", "5"]
+    assert main(line) == 2 and calibration.load(out).tensors.keys() > {"kvzip"}
+    assert f"{out} exists: choose another --out, or replace it with --force" in capsys.readouterr().err
+    assert main([*line, "--force"]) == 0
     assert calibration.load(out).tensors.keys() == {"echo", "induction", "razor"}  # not what was read before
     with pytest.raises(ValueError, match="has no kvzip, only echo, induction, razor"):
         calibration.head_scores(out, "kvzip", config)

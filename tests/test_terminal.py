@@ -1,6 +1,7 @@
 """What the commands have in common on a terminal."""
 
 import argparse
+import importlib
 import logging
 import os
 import signal
@@ -12,10 +13,12 @@ import pytest
 from scripts import ROOT, script
 
 from pod import generate, prepare
+from pod.__main__ import commands
 from pod.data import demo_corpus
 from pod.data.tokenizer import load_tokenizer
 from pod.evaluation import command
 from pod.evaluation.models import load
+from pod.evaluation.registry import EVALUATIONS, command_of
 from pod.terminal import Stopped, as_command, exit_status
 from pod.training.base_model import first_config
 
@@ -36,6 +39,37 @@ def lightnings_exit(*arguments):
 def test_an_interrupt_is_one_line(main, wrapper, capsys):
     assert wrapper(main)([]) == 130
     assert capsys.readouterr().err == "interrupted\n"
+
+
+SCRIPTS = [f"eval/{path.name}" for path in ROOT.glob("eval/*.py") if "def main(" in path.read_text()]
+SCRIPTS += ["data/corpus.py", "data/demo_corpus.py", "data/smollm2.py"]
+
+
+@pytest.mark.parametrize("name", sorted([*(commands().keys() - {"eval"}), *EVALUATIONS, *SCRIPTS]))
+def test_every_command_ends_alike(name, monkeypatch, capsys):
+    """Ctrl-C is one line and status 130; what cannot be done is one line and status 2."""
+    if name in EVALUATIONS:
+        module, main = sys, command_of(name)
+    else:
+        module = script(name) if "/" in name else importlib.import_module(f"pod.{name}")
+        main = module.main
+    for error, status, said in (
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (ValueError("a value\n  and why"), 2, "error: a value and why\n"),
+        (OSError("a file"), 2, "error: a file\n"),
+        (ImportError("a package"), 2, "error: a package\n"),
+    ):
+
+        def end(*_, error=error, **options):
+            raise error
+
+        # The first thing that each of them does, with options or with a recipe.
+        monkeypatch.setattr(argparse.ArgumentParser, "add_argument", end)
+        monkeypatch.setattr("pod.recipe.loading.load_recipe", end)
+        if hasattr(module, "load_recipe"):
+            monkeypatch.setattr(module, "load_recipe", end)
+        assert main(["recipe=tiny"]) == status
+        assert capsys.readouterr().err == said
 
 
 def test_another_exit_is_left_alone():

@@ -238,7 +238,8 @@ def test_what_is_named_is_in_the_extra():
     assert {extra for _, extra, _ in found} >= {"train", "data", "eval", "lora"}
     for path, extra, names in found:
         assert names and names <= packages(EXTRAS[extra]), path
-    assert set(EXTRAS) == {"train", "data", "eval", "gguf", "lora", "flash", "all", "serve", "vllm", "lm-eval", "dev"}
+    wanted = {"train", "data", "eval", "gguf", "lora", "qlora", "flash", "all", "serve", "vllm", "lm-eval", "dev"}
+    assert set(EXTRAS) == wanted
 
 
 def test_what_is_imported_is_listed():

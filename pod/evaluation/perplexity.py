@@ -160,7 +160,8 @@ def perplexity(
     head = model.get_output_embeddings()
     sums: list[Tensor] = []
     counts: list[Tensor] = []
-    with torch.no_grad(), tqdm(desc=label, unit=" tokens", unit_scale=True) as bar:
+    total = sum(text.numel() - text.shape[:-1].numel() for text in texts) if isinstance(texts, list) else None
+    with torch.no_grad(), tqdm(total=total, desc=label, unit=" tokens", unit_scale=True) as bar:
         for text in texts:
             ids = torch.atleast_2d(text).to(model.device)
             if ids.shape[1] < 2:
@@ -228,7 +229,7 @@ def evaluate(options: argparse.Namespace, texts: list[str]) -> dict[str, dict[st
                 batches = stretches(token_ids(tokenizer, "".join(texts)), length, limit, batch_size)
             results[ckpt][variant.name] = perplexity(
                 variant.model,
-                batches,
+                list(batches),
                 known_bytes(tokenizer),
                 options.stream,
                 variant.cache_factory and partial(variant.cache_factory, variant.model),

@@ -24,6 +24,8 @@ from pod_kernels.slots import CPU_LOGITS
 CROP_SLACK = 64  # PodCache's default
 # CUDA's context, NCCL's buffers and what an allocator cannot hand out because it lies in pieces.
 RESERVED = 4 * 2**30
+# Bytes of a weight in nf4: 4 bits, an 8-bit scale for every 64, and of every 256 such scales a float32 one.
+NF4 = (4 + 8 / 64 + 32 / (64 * 256)) / 8
 # ZeRO, in elements: DeepSpeed's stage3_max_live_parameters and sub_group_size, Lightning's reduce_bucket_size.
 MAX_LIVE = 10**9
 SUB_GROUP = 10**9
@@ -138,6 +140,7 @@ class Memory:
         adapters: parameters of LoRA's adapters, the only ones that are trained, float32 outside of ZeRO; 0: all are
             trained. What a layer keeps is counted as if all were: frozen matrices keep less, and peft's float32 copies
             of a bfloat16 layer's inputs are not counted.
+        quantized: the base's matrices are in 4 bits; the copy in full that is made of one at a time is not counted.
         distills: a dense teacher's logits are compared. teacher: it is a second copy of the weights.
     """
 
@@ -159,6 +162,7 @@ class Memory:
     offload_optimizer: bool = False
     offload_parameters: bool = False
     adapters: int = 0
+    quantized: bool = False
     distills: bool = False
     teacher: bool = False
 
@@ -199,7 +203,8 @@ class Memory:
             return 0.0
         if self.zero:
             return self._share * self.activation_bytes
-        return (self._all - self.adapters) * self.weight_bytes + 4 * self.adapters
+        saved = self.shape.layers * self.shape.layer_matrices * (self.weight_bytes - NF4) if self.quantized else 0.0
+        return (self._all - self.adapters) * self.weight_bytes + 4 * self.adapters - saved
 
     @property
     def gradients(self) -> float:

@@ -109,7 +109,9 @@ def watch(
     num_samples = 0
     model.eval()
     try:
-        for input_ids in tqdm(_samples(batches), desc=label, unit="sample", disable=not progress):
+        known = batches if isinstance(batches, list) else []
+        total = sum(each.shape[0] for each in known if isinstance(each, Tensor) and each.ndim == 2) or None
+        for input_ids in tqdm(_samples(batches), label, total, unit="sample", disable=not progress):
             num_samples += 1
             wanting = [meter for meter in meters if meter.begin(input_ids.numel(), len(attentions))]
             if wanting:

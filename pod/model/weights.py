@@ -90,6 +90,8 @@ def _not_finite(model: PreTrainedModel) -> list[str]:
 
     def is_finite(parameter: Tensor) -> bool:
         part = getattr(parameter, "ds_tensor", parameter).detach()  # ZeRO-3's, of this process
+        if (scales := getattr(parameter, "quant_state", None)) is not None:  # of 4 bits, made from the weights
+            part = scales.offset[None] if scales.nested else scales.absmax
         if part.is_meta or not part.numel() or not part.is_floating_point() or part.itemsize < 2:
             return True
         return all(map(torch.isfinite, part.aminmax()))  # a NaN is both; quicker than looking at each by itself

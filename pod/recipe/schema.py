@@ -67,6 +67,12 @@ class Recipe(Section):
                 "model.initialization=torch cannot draw weights that trainer.strategy=deepspeed shards while they are "
                 "made: set model.initialization=transformers"
             )
+        if model.load_in_4bit and (trainer.strategy == "deepspeed" or model.compile):
+            other = "model.compile=true" if model.compile else "trainer.strategy=deepspeed"
+            remedy = "model.compile=false" if model.compile else "trainer.strategy=auto or ddp"
+            raise RecipeError(
+                f"model.load_in_4bit=true does not go with {other}: set {remedy}, or model.load_in_4bit=false"
+            )
         if model.compile and (trainer.strategy == "deepspeed" or model.offload_checkpoints):
             sharded = trainer.strategy == "deepspeed"
             other = "trainer.strategy=deepspeed" if sharded else "model.offload_checkpoints=true"
@@ -118,6 +124,11 @@ class Recipe(Section):
             raise RecipeError(f"distill.weight={weight:g} needs model.base: a model from scratch has no teacher")
         if lora.rank and model.base is None:
             raise RecipeError(f"lora.rank={lora.rank} needs model.base: adapters change a trained model a little")
+        if model.load_in_4bit and not lora.rank:
+            raise RecipeError(
+                "model.load_in_4bit=true needs lora.rank above 0: weights in 4 bits cannot be trained, adapters "
+                "on them can; set lora.rank=16 or model.load_in_4bit=false"
+            )
         if lora.adapter is not None and self.trainer.strategy == "deepspeed" and self.trainer.zero_stage == 3:
             raise RecipeError(
                 f"lora.adapter={lora.adapter}: ZeRO-3 shards adapters as they are made; set trainer.zero_stage=2"

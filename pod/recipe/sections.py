@@ -70,6 +70,9 @@ class Model(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What the weights are loaded as: float32 or bfloat16. An optimiser that keeps no float32 copy of bfloat16 weights
     loses small updates to rounding."""
+    load_in_4bit: bool = False
+    """QLoRA: the matrices of the base's layers are held in 4 bits (bitsandbytes' nf4, its scales quantised too) and
+    computed with in `model.dtype`. With `lora.rank`, on a GPU, without DeepSpeed."""
     sink_size: int = Field(16, ge=0)
     """Tokens at the start of a sequence that each layer always attends to with its own scores (the paper's n_s)."""
     recent_size: int = Field(4080, ge=1)

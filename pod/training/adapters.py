@@ -2,21 +2,64 @@
 
 A matrix W [out, in] with an adapter of rank r gives W x + alpha / r * B A x, where A [r, in] and B [out, r] alone are
 trained; B begins at 0, so training begins at the frozen model. peft is imported only where adapters are used.
+
+QLoRA (arXiv 2305.14314): W is held in 4 bits, and what is multiplied is W as it is restored from them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers import BitsAndBytesConfig
 
 from pod.extras import require
 from pod.files import opening, read_json
 from pod.recipe.sections import LORA_TARGETS
 
 _ADAPTER = "default"  # peft's name of it
+HOLDS_4_BITS = ("cuda",)  # kinds of device; bitsandbytes also has code for a CPU, too slow to train with
+
+
+def check_4_bits(kind: str) -> None:
+    """See that a base can be held in 4 bits here.
+
+    Args:
+        kind: of the device, as torch names it.
+
+    Raises:
+        ImportError: bitsandbytes or accelerate is not installed.
+        ValueError: the device is no GPU.
+    """
+    require("qlora", "accelerate", "bitsandbytes", what="model.load_in_4bit=true")
+    if kind not in HOLDS_4_BITS:
+        raise ValueError(
+            f"model.load_in_4bit=true needs a GPU of NVIDIA's, and this run is on {kind}: set model.load_in_4bit=false "
+            "and, for half of float32's memory, model.dtype=bfloat16"
+        )
+
+
+def in_4_bits(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """What `from_pretrained` is given for a base in 4 bits: nf4 with scales in 8 bits, as in QLoRA's paper.
+
+    Args:
+        device: where the base shall lie, and is quantised.
+        dtype: what is computed in.
+
+    Raises:
+        ImportError, ValueError: as `check_4_bits`.
+    """
+    check_4_bits(device.type)
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+    return {"quantization_config": quantization, "device_map": {"": device}}
 
 
 def add_adapters(model: nn.Module, rank: int, alpha: float, dropout: float, targets: Sequence[str]) -> None:

@@ -35,7 +35,7 @@ def first_config(
         rope_theta: replaces the RoPE base.
 
     Raises:
-        ValueError: there is no config at `base`.
+        ValueError: there is no config at `base`, or it is that of quantised weights.
         RecipeError: as `new_config`.
     """
     if base is None:
@@ -47,6 +47,11 @@ def first_config(
         except OSError as error:
             kind = "directory" if Path(base).exists() else "directory or hub model"
             raise ValueError(f"no model at {base!r}: it is no {kind} with a config.json ({error})") from error
+        if getattr(config, "quantization_config", None) is not None:
+            raise ValueError(
+                f"the weights at {base!r} are quantised: name the model that they were made from; "
+                "model.load_in_4bit=true trains adapters on it in 4 bits"
+            )
     if rope_theta is not None:
         config.rope_parameters = {**config.rope_parameters, "rope_theta": float(rope_theta)}
     return config

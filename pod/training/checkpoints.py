@@ -32,7 +32,7 @@ from pod.training.strategy import COMPLETE, world_size_of
 # What a run keeps to its end. Of the schedule, what is left out here takes effect when a run is resumed: its length,
 # its warm-up, the rate at its end.
 KEPT = ("model.base", "model.share", "model.sink_size", "model.recent_size", "model.rope_theta")
-KEPT += ("lora.rank", "lora.alpha", "lora.targets")
+KEPT += ("model.load_in_4bit", "lora.rank", "lora.alpha", "lora.targets")
 KEPT += ("optimizer.lr", "optimizer.betas", "optimizer.weight_decay")  # the optimiser's state brings its own along
 # How the blocks were found, of which the checkpoint knows the result alone.
 FOUND_BY = ("kv_saving", "threshold", "method", "streaming", "head_scores", "samples", "last_q", "distant_only")

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import lightning
 import torch
 import torchmetrics
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -23,7 +24,7 @@ from pod.model.sequence_parallel import SequenceGroup, SequenceShard, check_head
 from pod.model.weights import load_causal_lm
 from pod.recipe.schema import steps, warmup_steps
 from pod.recipe.sections import Distill, Lora, Model, Optimizer, Trainer
-from pod.training.adapters import add_adapters, go_on_from, without_adapters
+from pod.training.adapters import add_adapters, go_on_from, in_4_bits, without_adapters
 from pod.training.base_model import first_config
 from pod.training.data import PodDataModule
 from pod.training.loss import IGNORED, chunked_cross_entropy, chunked_distillation, shifted
@@ -52,7 +53,7 @@ class PodModule(lightning.LightningModule):
         bytes_per_token: 1.0 for byte tokenizers: bits per byte is then logged; None logs none.
 
     Raises:
-        ValueError: a section that cannot be, or distillation or adapters without a base.
+        ValueError: a section that cannot be, distillation or adapters without a base, or 4 bits without adapters.
     """
 
     def __init__(
@@ -71,6 +72,8 @@ class PodModule(lightning.LightningModule):
         model, _, _, distill, lora = self.sections
         if (distill.weight or lora.rank) and model.base is None:
             raise ValueError("distill.weight and lora.rank need model.base: a model from scratch teaches nothing")
+        if model.load_in_4bit and not lora.rank:
+            raise ValueError("model.load_in_4bit needs lora.rank: weights in 4 bits cannot be trained")
         plain = {name: section.model_dump() for name, section in self.sections._asdict().items()}
         self.save_hyperparameters({**plain, "blocks": blocks, "bytes_per_token": bytes_per_token})
         self.model: PreTrainedModel | None = None
@@ -99,7 +102,8 @@ class PodModule(lightning.LightningModule):
         # Made as a PoD model at once, not converted: under ZeRO-3 the parameters are sharded while they are made.
         if wanted.base is not None:
             with opening(wanted.base):
-                self.model = load_causal_lm(wanted.base, finite=True, config=config, dtype=dtype)
+                options = self._in_4_bits() if wanted.load_in_4bit else {}
+                self.model = load_causal_lm(wanted.base, finite=True, config=config, dtype=dtype, **options)
         else:
             self.model = AutoModelForCausalLM.from_config(config, dtype=dtype)
             if wanted.initialization == "torch":
@@ -130,6 +134,19 @@ class PodModule(lightning.LightningModule):
                     model.model.compile()
         self.validation_gates.extend(torchmetrics.MeanMetric() for _ in range(layers))
         self.model.train()
+
+    def _in_4_bits(self) -> dict[str, Any]:
+        """What `from_pretrained` is given for `model.load_in_4bit`.
+
+        Raises:
+            ImportError, ValueError: bitsandbytes or a GPU is missing, or the Trainer's strategy shards weights.
+        """
+        if self._trainer is not None and type(self._trainer.strategy) not in (SingleDeviceStrategy, DDPStrategy):
+            raise ValueError(
+                f"model.load_in_4bit=true does not go with {type(self._trainer.strategy).__name__}: weights in 4 bits "
+                "cannot be sharded; take strategy='auto' or 'ddp'"
+            )
+        return in_4_bits(self._root_device, getattr(torch, self.sections.model.dtype))
 
     @property
     def sequence_group(self) -> SequenceGroup | None:
@@ -383,25 +400,28 @@ class PodModule(lightning.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if "state_dict" in checkpoint:
-            # The base of adapters and a teacher are elsewhere. What is frozen because nothing uses it is not.
-            frozen = self._names(False)
-            left_out = {name for name in frozen if self.sections.lora.rank or name.startswith("teacher.")}
-            state = checkpoint["state_dict"]
-            checkpoint["state_dict"] = {name: value for name, value in state.items() if name not in left_out}
+            # The base of adapters, and the scales of one in 4 bits, and a teacher are elsewhere. What is frozen because
+            # nothing uses it is not.
+            state, trained, lora = checkpoint["state_dict"], self._names(), self.sections.lora.rank
+            checkpoint["state_dict"] = {
+                name: value
+                for name, value in state.items()
+                if name in trained or not (lora or name.startswith("teacher."))
+            }
         checkpoint["rng_state"] = torch.get_rng_state()
         if self._root_device.type == "cuda":  # dropout draws there
             checkpoint["cuda_rng_state"] = torch.cuda.get_rng_state(self._root_device)
         checkpoint["accumulate"] = self.trainer.accumulate_grad_batches
         checkpoint["kernels"] = dispatch.known()
 
-    def _names(self, trained: bool) -> set[str]:
-        """Names of the parameters that are trained, or of those that are not."""
+    def _names(self) -> set[str]:
+        """Names of the parameters that are trained."""
         named = self.named_parameters(remove_duplicate=False)
-        return {name for name, parameter in named if parameter.requires_grad == trained}
+        return {name for name, parameter in named if parameter.requires_grad}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if not self.strict_loading and "state_dict" in checkpoint and self.model is not None:
-            missing = self._names(True) - set(checkpoint["state_dict"])
+            missing = self._names() - set(checkpoint["state_dict"])
             if missing:
                 raise ValueError(
                     f"the checkpoint lacks {len(missing)} of the tensors that are trained, {min(missing)} among them: "
@@ -427,5 +447,6 @@ class PodModule(lightning.LightningModule):
 
 
 def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    """The whole parameter's shape: under ZeRO-3 it is empty on each rank, and the shape stands beside it."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+    """The whole parameter's shape: under ZeRO-3 it is empty on each rank, and in 4 bits a row of bytes."""
+    whole = getattr(parameter, "quant_state", parameter)
+    return tuple(getattr(parameter, "ds_shape", whole.shape))

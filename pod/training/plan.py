@@ -218,6 +218,7 @@ def make_plan(recipe: Recipe, gpu: str = "H100", utilisation: float = 0.4) -> Pl
         offload_optimizer=trainer.offload != "nothing",
         offload_parameters=trainer.offload == "parameters",
         adapters=shape.adapters(recipe.lora.rank, recipe.lora.targets),
+        quantized=recipe.model.load_in_4bit,
         distills=recipe.distill.weight > 0,
         teacher=recipe.distill.weight > 0 and recipe.lora.rank == 0,
     )

@@ -34,6 +34,7 @@ from pod.heads import streamed
 from pod.model.weights import load_causal_lm
 from pod.recipe.loading import save
 from pod.recipe.schema import Recipe, accumulate, output_folder, steps
+from pod.training.adapters import check_4_bits
 from pod.training.base_model import first_config
 from pod.training.checkpoints import Checkpoints, SaveAtEnd, TimeLimit, WholeFiles, check_blocks, resume_from
 from pod.training.data import PodDataModule
@@ -114,7 +115,8 @@ def check_devices(recipe: Recipe) -> None:
     """Refuse devices that this machine does not have: before the data is read, and before processes are started.
 
     Raises:
-        ValueError: `trainer.accelerator` is unknown or not here, or `trainer.devices` are more than there are.
+        ImportError, ValueError: `trainer.accelerator` is unknown or not here, `trainer.devices` are more than there
+            are, or it cannot hold what `model.load_in_4bit` wants.
     """
     kind, wanted = recipe.trainer.accelerator, recipe.trainer.devices
     known = [name for name in AcceleratorRegistry if name != "_mps"]
@@ -135,6 +137,8 @@ def check_devices(recipe: Recipe) -> None:
         raise ValueError(
             f"trainer.devices={wanted}: {there} on this machine ({here}); set trainer.devices={most} or less"
         )
+    if recipe.model.load_in_4bit:
+        check_4_bits(here)
 
 
 def check_logger(recipe: Recipe) -> None:
