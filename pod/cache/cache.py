@@ -129,6 +129,7 @@ class PodCache(Cache):
         self.crop_slack = crop_slack
         self.quantization = quantization
         self.blocks: LayerBlocks = config.blocks
+        self.drafted = self.accepted = 0  # tokens of `generate(draft=..)`, and those that verification agreed with
         self.fed_before = 0  # columns that assisted decoding, which begins with all ids, must leave out once
         self._rows = Rows()
         self._left_out = 0  # columns of the open forward that are in no piece
@@ -536,6 +537,7 @@ class PodCache(Cache):
     def _clear(self) -> None:
         self._rows.reset()
         self._is_counted = True
+        self.drafted = self.accepted = 0
         self._storage.reset()
 
     def expect(self, length: int) -> None:
@@ -615,6 +617,54 @@ class PodCache(Cache):
             )
         self._rows.crop(removed)
         self._storage.crop(removed)
+
+    @contextmanager
+    def drafts_by(self, reader: ReadSelector) -> Iterator[None]:
+        """What tokens decoded inside `drafting()` read, until the block ends; all others read everything, as before.
+
+        Args:
+            reader: a method that chooses what is read, its budget a number of tokens.
+
+        Raises:
+            ValueError: it is no reader, or this cache does not keep and read every token as it came.
+        """
+        self._check_reader(reader)
+        self._rollback()
+        self._draft_by(reader)
+        try:
+            yield
+        finally:
+            self._draft_by(None)
+
+    @_outlives_inference
+    def _draft_by(self, reader: ReadSelector | None) -> None:
+        self._storage.draft_by(reader)
+
+    def _check_reader(self, reader: object) -> None:
+        if not isinstance(reader, ReadSelector) or reader.is_share:
+            raise ValueError(
+                f"draft must be a method that chooses what is read, such as pod.eviction.Quest(budget=256) with a "
+                f"number of tokens, got {reader!r}"
+            )
+        choices = {"eviction": self.eviction, "tau": self.tau, "quantization": self.quantization}
+        if self.config.share in ("kv", "window"):
+            choices = {"share": self.config.share}
+        for name, value in choices.items():
+            if value is not None:
+                raise ValueError(
+                    f"draft={type(reader).__name__} needs a cache of which plain decoding reads every token as it "
+                    f"came, and this one has {name}={value!r}: leave one of the two out"
+                )
+
+    @contextmanager
+    def drafting(self) -> Iterator[None]:
+        """Tokens decoded inside read what `drafts_by` said; when the block ends they are taken back (`crop`)."""
+        columns, self._storage.reads = self._rows.columns, True
+        try:
+            yield
+        finally:
+            self._storage.reads = False
+            self.crop(columns - self._rows.columns)
 
     # ------------------------------------------------------------------ files
 
