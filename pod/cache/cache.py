@@ -26,7 +26,7 @@ from pod.cache.slots import SlotStorage
 from pod.cache.storage import Outputs, Rotary, Rows, Storage, broken_off
 from pod.eviction import ChainPolicy, Eviction, Method, ReadSelector, hyper_parameters, of_hyper_parameters
 from pod.eviction.streaming import WindowAttention
-from pod_kernels import Quantization, SkipStats
+from pod_kernels import Quantization, SkipStats, TriangleMix
 
 
 def _outlives_inference(method: Callable) -> Callable:
@@ -61,6 +61,8 @@ class PodCache(Cache):
             into an empty cache attends in full precision; every other one makes one layer at a time full and reads
             that. Where few tokens are kept, so that they would take more bytes, they are stored as they come. None
             stores all as it comes.
+        sparse_prefill: a `pod.TriangleMix`: the first forward, the prompt, leaves out pairs in the upper layers; what
+            follows reads everything. None reads all. It is not saved with the tokens.
 
     Attributes:
         stats: what tau decided and left unread since the cache was empty, a `pod_kernels.SkipStats`.
@@ -80,6 +82,7 @@ class PodCache(Cache):
         tau: float | None = None,
         crop_slack: int = 64,
         quantization: Quantization | None = None,
+        sparse_prefill: TriangleMix | None = None,
     ) -> None:
         super().__init__(layers=[])
         if not hasattr(config, "share") or not hasattr(config, "blocks"):
@@ -147,6 +150,20 @@ class PodCache(Cache):
             self._storage = RowRuns(config, self._rows, eviction)
         else:
             self._storage = ChainStorage(config, self._rows, eviction)
+        self.sparse_prefill = sparse_prefill
+        if sparse_prefill is not None:
+            self._check_sparse_prefill()
+            self._storage.sparse = sparse_prefill
+
+    def _check_sparse_prefill(self) -> None:
+        if not isinstance(self.sparse_prefill, TriangleMix):
+            raise ValueError(f"sparse_prefill must be such as pod.TriangleMix(), got {self.sparse_prefill!r}")
+        for name, is_so in {
+            f"eviction={self.eviction!r}, which has a window of its own": isinstance(self.eviction, ChainPolicy),
+            "heads that stream": self.blocks.is_streaming.any(),
+        }.items():
+            if is_so:
+                raise ValueError(f"sparse_prefill cannot be combined with {name}: leave sparse_prefill out")
 
     # ------------------------------------------------------------------ what transformers asks
 

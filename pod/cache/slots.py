@@ -48,6 +48,7 @@ from pod_kernels import (
     Quantization,
     QuantizedSegments,
     Segments,
+    TriangleMix,
     cached_attention,
     paged_attention,
     refresh_pages,
@@ -57,6 +58,7 @@ from pod_kernels.dispatch import runs_triton
 from pod_kernels.pages import page_bounds
 from pod_kernels.quantized import dequantized
 from pod_kernels.segments import Change, Chosen, KeptOnDevice
+from pod_kernels.triangle import triangle_attention
 
 FLAGS = ("is_frozen", "is_settled", "is_waiting", "decoded", "added")
 
@@ -73,6 +75,7 @@ class SlotStorage(Storage):
     Attributes:
         policy: what evicts; None where everything is kept.
         selector: what chooses the pages that a decoded token reads; None reads all.
+        sparse: which pairs of a prompt are left, in which layers; None: all.
         reads: decoded tokens read what it chooses; where it is there for drafts, they do so in `drafting` alone.
         on_device: what the host knows, where the tokens are.
         layers: what each layer holds; None before its first token.
@@ -97,6 +100,7 @@ class SlotStorage(Storage):
         self.policy = method if isinstance(method, Eviction) else None
         self.selector = method if isinstance(method, ReadSelector) else None
         self.reads = self.selector is not None
+        self.sparse: TriangleMix | None = None
         self.shares_kv = config.share == "kv"
         layout = config.blocks.layout()
         self.orders, self.num_anchors = layout.orders, layout.num_anchors
@@ -371,6 +375,11 @@ class SlotStorage(Storage):
                 f"{type(self.policy).__name__} has not evicted from the context yet: call pod.reconstruct(model, "
                 "cache, input_ids, tokenizer) before anything follows it"
             )
+        if self.sparse is not None and step.is_first and step.in_prefill:
+            raise ValueError(
+                "sparse_prefill needs the whole prompt in one forward, as its last queries see everything: leave out "
+                "cache.prefill() and prefill_chunk_size, or sparse_prefill"
+            )
         self.step, self.count = step, step.positions.shape[1]
         if self.has_share and self.rows.budgets is None and not self.in_prefill:
             self.take_share([seen + new for seen, new in zip(step.seen, step.new, strict=True)])
@@ -423,8 +432,11 @@ class SlotStorage(Storage):
                     decision.observe(layer, seen)
             if step.is_first:
                 sizes = {"sink_size": self.config.sink_size, "recent_size": self.config.recent_size}
-                options = {"scale": scale, "lengths": step.counts, "window_only": streams}
-                out = shared_score_attention(q, k, v, *anchors, **sizes, **options)
+                sizes |= {"scale": scale, "lengths": step.counts}
+                if self.sparse is not None and self.sparse.acts(layer, len(self.layers)):
+                    out = triangle_attention(q, k, v, *anchors, self.sparse, **sizes)
+                else:
+                    out = shared_score_attention(q, k, v, *anchors, **sizes, window_only=streams)
             elif self.shares_kv:
                 out = self._attend_anchors(layer, q.detach(), scale)
             else:

@@ -658,6 +658,8 @@ class PodForCausalLM(Capabilities):
         """
         if labels is not None and kwargs.get("sequence") is not None:
             raise ValueError("a rank has the logits of its own tokens only: leave labels out, and sum over the ranks")
+        if labels is not None and getattr(past_key_values, "sparse_prefill", None) is not None:
+            raise ValueError("a loss of sparse_prefill would not be the model's: leave labels out, or sparse_prefill")
         is_step = self._in_generate and input_ids is not None and input_ids.shape[1] == 1 and not self.training
         if is_step and past_key_values is not None and set(kwargs) <= {"return_dict"} and labels is None:
             if not self.config.output_hidden_states:
