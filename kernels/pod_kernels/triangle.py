@@ -91,6 +91,7 @@ def _of_rows(q, k, v, q_distant, k_distant, shape: TriangleMix, sinks: int, rece
     length, kv_heads, out = q.shape[2], k.shape[1], torch.empty_like(q)
     place = torch.arange(length, device=q.device)
     tail, first = max(0, length - shape.last), 0
+    is_all_near = shape.sinks <= sinks and shape.window <= recent  # but for the last queries
     while first < length:
         start = 0 if first >= tail else max(0, first - shape.window + 1)  # of the keys, the sinks aside
         most = max(1, MAX_LOGITS // (q.shape[0] * q.shape[1] * (length if first >= tail else shape.window + CHUNK)))
@@ -103,7 +104,7 @@ def _of_rows(q, k, v, q_distant, k_distant, shape: TriangleMix, sinks: int, rece
         query, key = place[first:last, None], seen(place[:, None]).T
         is_left = (key <= query) & ((key < shape.sinks) | (query - key < shape.window) | (query >= tail))
         keys, values, asked = seen(k), seen(v), q[:, :, first:last]
-        if q_distant is None:
+        if q_distant is None or (is_all_near and first < tail):
             is_grouped = {"enable_gqa": kv_heads != q.shape[1]}
             found = scaled_dot_product_attention(asked, keys, values, is_left, scale=scale, **is_grouped)
         else:
