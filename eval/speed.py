@@ -18,7 +18,8 @@ A random model of 8 layers with 70 % of the keys shared; on a GPU in Llama-3-8B'
 and, never part of `all`, a real model's weights on a CPU, in float32 or with `--dtype bfloat16`:
 
     cpu         PoD against transformers' DynamicCache and StaticCache and, where it is installed, kvpress: a decode
-                step, also after SnapKV(512) of 4,000 tokens, its attention alone, the prompt, a training step; and
+                step, also after SnapKV(512) of 4,000 tokens, its attention alone, the prompt, a training step; 32
+                tokens drafted by a sparse read (and how many were accepted) against the same one by one; and
                 `attention_similarity` against the forward that it watches
 
 Each by torch's operations and, on a GPU, by the fused kernels, attention also by cuDNN. The works take turns, round

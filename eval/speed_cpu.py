@@ -12,9 +12,11 @@ from filled_cache import attend, fill
 from speed_setting import DENSE, STOCK, Setting
 from timing import BYTES, Measured, Works
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
+from transformers import AutoTokenizer, Cache, DynamicCache, PreTrainedModel, StaticCache
 
 import pod
+from pod.data.demo_corpus import held_out_text
+from pod.eviction import Quest, RecentReader, unparse
 from pod.model.gguf import local
 from pod.similarity import attention_similarity
 
@@ -24,6 +26,7 @@ EVICTED, DENSE_EVICTED = f"PoD, SnapKV({BUDGET})", f"{DENSE}, SnapKV({BUDGET})"
 KVPRESS_EVICTED = f"{KVPRESS}, SnapKV({BUDGET})"
 STEPS = 4  # of decoding, timed together
 FEW, MOST_SECONDS = 3, 900  # rounds of what takes long, and after how long no further one begins
+SPOKEN = 32  # tokens generated with and without drafts
 MISSING = "not installed: pip install --no-deps kvpress==0.5.5 cachetools fire termcolor"
 
 
@@ -223,12 +226,38 @@ def similarity_by_forward(setting: Setting, length: int) -> Measured:
     return Measured(seconds, [("attention_similarity", "forward")], left_out=left_out, notes=notes)
 
 
+def speculation(setting: Setting, length: int) -> Measured:
+    """`SPOKEN` greedy tokens behind `length` of Python source: decoded one by one, and drafted by a sparse read."""
+    model, new = _models(setting)["PoD"], {"min_new_tokens": SPOKEN, "max_new_tokens": SPOKEN, "do_sample": False}
+    text = held_out_text()[: 8 * length]
+    tokenizer = AutoTokenizer.from_pretrained(local(setting.ckpt))
+    ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids[:, :length]
+    cache, mask, said = pod.PodCache(model.config, length + SPOKEN), torch.ones_like(ids), {}
+    model(ids[:, :-1], past_key_values=cache, logits_to_keep=1)
+
+    def speak(name: str, draft: pod.eviction.ReadSelector | None) -> None:
+        with cache.peek():
+            out = model.generate(ids, attention_mask=mask, past_key_values=cache, draft=draft, **new)
+            said[name] = out[0, length:].tolist(), cache.drafted, cache.accepted
+
+    drafts = {f"drafts by {unparse(one)}": one for one in (Quest(BUDGET), RecentReader(BUDGET))}
+    works = {name: partial(speak, name, draft) for name, draft in {"plain": None, **drafts}.items()}
+    few = replace(setting, rounds=min(FEW, setting.rounds), most_seconds=MOST_SECONDS)
+    seconds, left_out, notes = few.measured(works, f"speculation at {length}")
+    for name, (text, drafted, accepted) in said.items():
+        if drafted:
+            same = "the same text" if text == said["plain"][0] else "another text: rounding decided a tie"
+            notes.append(f"{name}: {accepted} of {drafted} accepted ({accepted / drafted:.0%}), {same}.")
+    return Measured(seconds, [("plain", name) for name in drafts], left_out=left_out, notes=notes)
+
+
 # The most important first, and the quick before the slow.
 CPU_SUITE = [
     decode_attention_of_model,
     decode_step,
     decode_after_snapkv,
     similarity_by_forward,
+    speculation,
     training_step,
     prefill_of_model,
 ]

@@ -36,7 +36,7 @@ from transformers import AutoConfig
 from pod import eviction
 from pod.blocks import LayerBlocks
 from pod.extras import require
-from pod_kernels import Quantization
+from pod_kernels import Quantization, TriangleMix
 
 if TYPE_CHECKING:  # what is loaded later, for who reads without importing: editors, type checkers, the API reference
     from pod import similarity
@@ -124,6 +124,7 @@ __all__ = [
     "PodQwen3Config",
     "PodQwen3ForCausalLM",
     "Quantization",
+    "TriangleMix",
     "UlyssesDeepSpeedStrategy",
     "convert",
     "eviction",

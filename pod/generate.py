@@ -7,6 +7,7 @@ python -m pod.generate --ckpt exports/tiny --prompt-file book.txt --tau 0.7
 python -m pod.generate --ckpt exports/tiny --prompt-file book.txt --question "Who did it?" \\
     --eviction snapkv:budget=256,query_aware=false
 python -m pod.generate --ckpt exports/tiny --prompt-file book.txt --quantization-bits 4
+python -m pod.generate --ckpt exports/tiny --prompt-file book.txt --draft quest:budget=256
 python -m pod.generate --ckpt exports/chat --prompt "Once upon a time" --raw    # no question: a text to go on with
 python -m pod.generate --eviction list
 
@@ -46,6 +47,8 @@ def generate(
     quantization: Quantization | None = None,
     question: str = "",
     raw: bool = False,
+    draft: methods.ReadSelector | None = None,
+    num_assistant_tokens: int = 4,
 ) -> str:
     """Stream a continuation to standard output, then print prompt length, tokens/s and cache bytes against dense.
 
@@ -59,21 +62,25 @@ def generate(
         tau: gate from which layers that are no anchors leave distant tokens out, 0 to 1; the model's own when None.
         quantization: in how many bits the cache keeps values and distant keys; as they come when None.
         raw: continue prompt and question as they are, where a chat template would make them a user's turn.
+        draft: reads less of the cache for draft tokens, which one forward that reads everything then verifies.
+        num_assistant_tokens: so many in a round.
         question: follows the prompt; with a method of `query_aware=False` it is read after the prompt was evicted from.
 
     Returns:
         The new text.
 
     Raises:
-        ValueError: an empty prompt, no such model, no tokenizer beside it, a negative temperature, no new tokens, more
-            than there is memory for, or what `PodCache` refuses: a budget below what is always kept, tau out of range
-            or with eviction, quantization with either where they do not go together; `query_aware=False` without a
-            question.
+        ValueError: an empty prompt, no such model, no tokenizer beside it, a negative temperature, no new tokens, no or
+            too many draft tokens, more than there is memory for, or what `PodCache` refuses: a budget below what is
+            always kept, tau out of range or with eviction, quantization with either where they do not go together,
+            drafts where not everything is kept and read; `query_aware=False` without a question.
     """
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"--temperature {temperature:g}: wanted a number from 0 (greedy) on")
     if max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens {max_new_tokens}: wanted at least 1")
+    if num_assistant_tokens < 1:
+        raise ValueError(f"--num-assistant-tokens {num_assistant_tokens}: wanted at least 1")
     if not -(2**63) <= seed < 2**64:
         raise ValueError(f"--seed {seed}: wanted a number of 64 bits")
     if asks_apart(eviction) and not question:
@@ -100,6 +107,7 @@ def generate(
     cache = PodCache(model.config, max_length=capacity, eviction=eviction, tau=tau, quantization=quantization)
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+    drafts = {} if draft is None else {"draft": draft, "num_assistant_tokens": num_assistant_tokens}
     start = time.perf_counter()
     try:
         if asks_apart(eviction):
@@ -113,6 +121,7 @@ def generate(
             past_key_values=cache,
             streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
             **sampling,
+            **drafts,
         )
     except (RuntimeError, TypeError) as error:
         if not _NO_MEMORY.search(str(error)):
@@ -134,6 +143,8 @@ def generate(
     proximal = config.sink_size + config.recent_size + cache.crop_slack
     if capacity <= proximal and not config.blocks.is_dense:
         print(f"sharing saves beyond {proximal} tokens: sink_size, recent_size and {cache.crop_slack} for cropping")
+    if cache.drafted:
+        print(f"{cache.accepted} of {cache.drafted} draft tokens accepted ({cache.accepted / cache.drafted:.0%})")
     if cache.tau is not None:
         stats = cache.stats
         print(
@@ -169,6 +180,9 @@ def main(arguments: list[str]) -> None:
     )
     what = "which tokens the cache keeps, such as snapkv:budget=256,window=16, one method after another"
     add_eviction(parser, what=what)
+    what = "what draft tokens read of the cache, such as quest:budget=256; all of it then verifies them"
+    add_eviction(parser, "--draft", what, parse=lambda text: [methods.parse(text)], default=[None])
+    parser.add_argument("--num-assistant-tokens", type=int, default=4, help="draft tokens in a round (4)")
     options = parser.parse_args(arguments)
     if options.ckpt is None or (options.prompt is None and options.prompt_file is None):
         parser.error("--ckpt and one of --prompt and --prompt-file are required")
@@ -189,6 +203,8 @@ def main(arguments: list[str]) -> None:
             quantization,
             options.question,
             options.raw,
+            *options.draft,
+            options.num_assistant_tokens,
         )
 
 

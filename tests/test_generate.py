@@ -58,6 +58,8 @@ def test_a_quantised_cache_takes_fewer_bytes(exported, capsys, bits, more):
             for number in ("99999999999999", str(2**62), "9" * 30)
             for more in ([], ["--quantization-bits", "4"], ["--eviction", "snapkv:budget=64,window=8"])
         ),
+        (["--draft", "quest:budget=64", "--tau", "0.5"], "draft=Quest needs a cache of which plain decoding"),
+        (["--draft", "quest:budget=64", "--num-assistant-tokens", "0"], "--num-assistant-tokens 0: wanted at least 1"),
         (["--seed", str(2**64)], "--seed 18446744073709551616: wanted a number of 64 bits"),
         (["--seed", str(-(2**63) - 1)], "--seed -9223372036854775809: wanted a number of 64 bits"),
     ],
@@ -66,6 +68,17 @@ def test_what_cannot_be_is_refused_in_one_line(exported, capsys, arguments, mess
     assert main(["--ckpt", exported, "--prompt", "abc", *arguments]) == 2
     line = capsys.readouterr().err.splitlines()[-1]  # after what transformers says of loading
     assert line.startswith("error: ") and message in line
+
+
+def test_drafts_leave_the_text_and_are_counted(exported, capsys):
+    arguments = ["--ckpt", exported, "--prompt", "def main" * 20, "--max-new-tokens", "9"]
+    assert main(arguments) == 0
+    plain = capsys.readouterr().out
+    assert main([*arguments, "--draft", "quest:budget=16,page_size=4", "--num-assistant-tokens", "3"]) == 0
+    text = capsys.readouterr().out
+    assert text.split("\nprompt ")[0] == plain.split("\nprompt ")[0]
+    accepted, drafted = map(int, re.search(r"(\d+) of (\d+) draft tokens accepted", text).groups())
+    assert 0 <= accepted <= drafted and drafted >= 6 and "draft" not in plain
 
 
 # A chat template

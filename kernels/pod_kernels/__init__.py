@@ -13,6 +13,7 @@ quantized.py           vectors in 8 or 4 bits: keys per channel, values per toke
 pages.py               pages of keys with their bounds, and attention to some pages only (Quest)
 block_tables.py        attention of many requests whose cache lies in blocks, as serving engines keep it
 window.py              attention of heads that stream, to sinks and a ring of recent tokens
+triangle.py            attention of a prompt of which most queries see sinks and recent keys alone (TriangleMix)
 tables.py              such blocks, their tables, and the queries of a step in tiles
 slots.py               attention to a store of fixed slots and to a chunk, rotated by place or by position
 cascade.py             which token goes where in a cascading cache
@@ -28,6 +29,7 @@ from pod_kernels.pages import paged_attention, refresh_pages
 from pod_kernels.quantized import Quantization, QuantizedSegments
 from pod_kernels.segments import LayerSlots, Segments
 from pod_kernels.skipping import SkipStats
+from pod_kernels.triangle import TriangleMix
 
 
 def _fused(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
@@ -48,6 +50,7 @@ __all__ = [
     "Quantization",
     "QuantizedSegments",
     "SkipStats",
+    "TriangleMix",
     "attention_weights",
     "cached_attention",
     "paged_attention",

@@ -26,7 +26,7 @@ from pod.cache.slots import SlotStorage
 from pod.cache.storage import Outputs, Rotary, Rows, Storage, broken_off
 from pod.eviction import ChainPolicy, Eviction, Method, ReadSelector, hyper_parameters, of_hyper_parameters
 from pod.eviction.streaming import WindowAttention
-from pod_kernels import Quantization, SkipStats
+from pod_kernels import Quantization, SkipStats, TriangleMix
 
 
 def _outlives_inference(method: Callable) -> Callable:
@@ -61,6 +61,8 @@ class PodCache(Cache):
             into an empty cache attends in full precision; every other one makes one layer at a time full and reads
             that. Where few tokens are kept, so that they would take more bytes, they are stored as they come. None
             stores all as it comes.
+        sparse_prefill: a `pod.TriangleMix`: the first forward, the prompt, leaves out pairs in the upper layers; what
+            follows reads everything. None reads all. It is not saved with the tokens.
 
     Attributes:
         stats: what tau decided and left unread since the cache was empty, a `pod_kernels.SkipStats`.
@@ -80,6 +82,7 @@ class PodCache(Cache):
         tau: float | None = None,
         crop_slack: int = 64,
         quantization: Quantization | None = None,
+        sparse_prefill: TriangleMix | None = None,
     ) -> None:
         super().__init__(layers=[])
         if not hasattr(config, "share") or not hasattr(config, "blocks"):
@@ -129,6 +132,7 @@ class PodCache(Cache):
         self.crop_slack = crop_slack
         self.quantization = quantization
         self.blocks: LayerBlocks = config.blocks
+        self.drafted = self.accepted = 0  # tokens of `generate(draft=..)`, and those that verification agreed with
         self.fed_before = 0  # columns that assisted decoding, which begins with all ids, must leave out once
         self._rows = Rows()
         self._left_out = 0  # columns of the open forward that are in no piece
@@ -146,6 +150,20 @@ class PodCache(Cache):
             self._storage = RowRuns(config, self._rows, eviction)
         else:
             self._storage = ChainStorage(config, self._rows, eviction)
+        self.sparse_prefill = sparse_prefill
+        if sparse_prefill is not None:
+            self._check_sparse_prefill()
+            self._storage.sparse = sparse_prefill
+
+    def _check_sparse_prefill(self) -> None:
+        if not isinstance(self.sparse_prefill, TriangleMix):
+            raise ValueError(f"sparse_prefill must be such as pod.TriangleMix(), got {self.sparse_prefill!r}")
+        for name, is_so in {
+            f"eviction={self.eviction!r}, which has a window of its own": isinstance(self.eviction, ChainPolicy),
+            "heads that stream": self.blocks.is_streaming.any(),
+        }.items():
+            if is_so:
+                raise ValueError(f"sparse_prefill cannot be combined with {name}: leave sparse_prefill out")
 
     # ------------------------------------------------------------------ what transformers asks
 
@@ -536,6 +554,7 @@ class PodCache(Cache):
     def _clear(self) -> None:
         self._rows.reset()
         self._is_counted = True
+        self.drafted = self.accepted = 0
         self._storage.reset()
 
     def expect(self, length: int) -> None:
@@ -615,6 +634,54 @@ class PodCache(Cache):
             )
         self._rows.crop(removed)
         self._storage.crop(removed)
+
+    @contextmanager
+    def drafts_by(self, reader: ReadSelector) -> Iterator[None]:
+        """What tokens decoded inside `drafting()` read, until the block ends; all others read everything, as before.
+
+        Args:
+            reader: a method that chooses what is read, its budget a number of tokens.
+
+        Raises:
+            ValueError: it is no reader, or this cache does not keep and read every token as it came.
+        """
+        self._check_reader(reader)
+        self._rollback()
+        self._draft_by(reader)
+        try:
+            yield
+        finally:
+            self._draft_by(None)
+
+    @_outlives_inference
+    def _draft_by(self, reader: ReadSelector | None) -> None:
+        self._storage.draft_by(reader)
+
+    def _check_reader(self, reader: object) -> None:
+        if not isinstance(reader, ReadSelector) or reader.is_share:
+            raise ValueError(
+                f"draft must be a method that chooses what is read, such as pod.eviction.Quest(budget=256) with a "
+                f"number of tokens, got {reader!r}"
+            )
+        choices = {"eviction": self.eviction, "tau": self.tau, "quantization": self.quantization}
+        if self.config.share in ("kv", "window"):
+            choices = {"share": self.config.share}
+        for name, value in choices.items():
+            if value is not None:
+                raise ValueError(
+                    f"draft={type(reader).__name__} needs a cache of which plain decoding reads every token as it "
+                    f"came, and this one has {name}={value!r}: leave one of the two out"
+                )
+
+    @contextmanager
+    def drafting(self) -> Iterator[None]:
+        """Tokens decoded inside read what `drafts_by` said; when the block ends they are taken back (`crop`)."""
+        columns, self._storage.reads = self._rows.columns, True
+        try:
+            yield
+        finally:
+            self._storage.reads = False
+            self.crop(columns - self._rows.columns)
 
     # ------------------------------------------------------------------ files
 

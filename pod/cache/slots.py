@@ -48,6 +48,7 @@ from pod_kernels import (
     Quantization,
     QuantizedSegments,
     Segments,
+    TriangleMix,
     cached_attention,
     paged_attention,
     refresh_pages,
@@ -57,6 +58,7 @@ from pod_kernels.dispatch import runs_triton
 from pod_kernels.pages import page_bounds
 from pod_kernels.quantized import dequantized
 from pod_kernels.segments import Change, Chosen, KeptOnDevice
+from pod_kernels.triangle import triangle_attention
 
 FLAGS = ("is_frozen", "is_settled", "is_waiting", "decoded", "added")
 
@@ -73,6 +75,8 @@ class SlotStorage(Storage):
     Attributes:
         policy: what evicts; None where everything is kept.
         selector: what chooses the pages that a decoded token reads; None reads all.
+        sparse: which pairs of a prompt are left, in which layers; None: all.
+        reads: decoded tokens read what it chooses; where it is there for drafts, they do so in `drafting` alone.
         on_device: what the host knows, where the tokens are.
         layers: what each layer holds; None before its first token.
         tables: by anchor layer.
@@ -95,6 +99,8 @@ class SlotStorage(Storage):
         self.tau, self.quantization, self.crop_slack = tau, quantization, crop_slack
         self.policy = method if isinstance(method, Eviction) else None
         self.selector = method if isinstance(method, ReadSelector) else None
+        self.reads = self.selector is not None
+        self.sparse: TriangleMix | None = None
         self.shares_kv = config.share == "kv"
         layout = config.blocks.layout()
         self.orders, self.num_anchors = layout.orders, layout.num_anchors
@@ -369,6 +375,11 @@ class SlotStorage(Storage):
                 f"{type(self.policy).__name__} has not evicted from the context yet: call pod.reconstruct(model, "
                 "cache, input_ids, tokenizer) before anything follows it"
             )
+        if self.sparse is not None and step.is_first and step.in_prefill:
+            raise ValueError(
+                "sparse_prefill needs the whole prompt in one forward, as its last queries see everything: leave out "
+                "cache.prefill() and prefill_chunk_size, or sparse_prefill"
+            )
         self.step, self.count = step, step.positions.shape[1]
         if self.has_share and self.rows.budgets is None and not self.in_prefill:
             self.take_share([seen + new for seen, new in zip(step.seen, step.new, strict=True)])
@@ -421,8 +432,11 @@ class SlotStorage(Storage):
                     decision.observe(layer, seen)
             if step.is_first:
                 sizes = {"sink_size": self.config.sink_size, "recent_size": self.config.recent_size}
-                options = {"scale": scale, "lengths": step.counts, "window_only": streams}
-                out = shared_score_attention(q, k, v, *anchors, **sizes, **options)
+                sizes |= {"scale": scale, "lengths": step.counts}
+                if self.sparse is not None and self.sparse.acts(layer, len(self.layers)):
+                    out = triangle_attention(q, k, v, *anchors, self.sparse, **sizes)
+                else:
+                    out = shared_score_attention(q, k, v, *anchors, **sizes, window_only=streams)
             elif self.shares_kv:
                 out = self._attend_anchors(layer, q.detach(), scale)
             else:
@@ -558,9 +572,16 @@ class SlotStorage(Storage):
         return new if index is None else new[index]
 
     def _refresh_pages(self, layer: Layer, before: Tensor, after: Tensor, most: int) -> None:
-        if self.selector is not None and layer.num_anchors:
+        if layer.num_anchors and layer.pages is not None and layer.pages.widest:
             page_size = self.selector.page_size
             refresh_pages(layer.pages.rectangle, layer.keys.rectangle, before, after, page_size, most)
+
+    def draft_by(self, reader: ReadSelector | None) -> None:
+        self.selector = reader
+        for index, layer in self._stored():
+            like, lengths = layer.values.data, self.rows.lengths
+            layer.pages = None if reader is None else self._empty_pages(index, like.dtype, like.device)
+            self._refresh_pages(layer, torch.zeros_like(lengths), lengths, self.rows.longest)
 
     # ------------------------------------------------------------------ attention to a filled cache
 
@@ -579,7 +600,7 @@ class SlotStorage(Storage):
             "distant_keys": distant_keys,
             "scale": scale,
         }
-        if self.selector is not None and is_single and not step.in_prefill:
+        if self.reads and is_single and not step.in_prefill:
             self._choose_pages(layer, q)
             if layer >= self.selector.dense_layers:
                 return paged_attention(q, known, torch.stack([step.read[unit] for unit in units]), **common)
@@ -847,12 +868,16 @@ class SlotStorage(Storage):
             empty = torch.empty(heads - anchors, batch, 0, dtype=torch.int32, device=like.device)
             own = {"near_positions": empty, "near_slots": empty}
         if self.selector is not None:
-            pages = Segments.packed(self.selector.pages(sizes[:anchors]), batch, 2 * dim, **options)
+            pages = self._empty_pages(layer, **options)
         near_keys = like.new_zeros(heads - anchors, batch, places, dim)
         if self.streams[layer]:
             own["streams"] = self._streams(like.new_zeros(2, len(self.streams[layer]), batch, 0, dim))
         values, keys = (Segments.packed(part, batch, dim, **options) for part in (sizes, sizes[:anchors]))
         return self._layer(layer, values=values, keys=keys, near_keys=near_keys, pages=pages, **own)
+
+    def _empty_pages(self, layer: int, dtype: torch.dtype, device: torch.device) -> Segments:
+        sizes = self.selector.pages(self._sizes(layer)[: self.num_anchors[layer]])
+        return Segments.packed(sizes, sizes.shape[1], 2 * self.config.head_dim, dtype=dtype, device=device)
 
     def _layer(self, layer: int, **parts: Any) -> Layer:
         # Under `share: kv` the anchors' heads are the layer's.

@@ -8,7 +8,7 @@ keys.py                Knorm, KeyDiff, LagKV, Q-Filters: scores of what is store
 kvzip.py               KVzip: what is looked at while the context is repeated, of all layers together
 combined.py            one method's scores under another's allocation
 streaming.py, cascade.py    methods that keep tokens by their places
-quest.py               keeps all, and chooses what a step reads
+quest.py, recent.py    keep all, and choose what a step reads
 
 A further method: the checklist of CONTRIBUTING.md.
 """
@@ -42,6 +42,7 @@ from pod.eviction.keys import KeyDiff, Knorm, LagKV, QFilters
 from pod.eviction.kvzip import KVzip
 from pod.eviction.pyramidkv import PyramidKV
 from pod.eviction.quest import Quest
+from pod.eviction.recent import RecentReader
 from pod.eviction.sagekv import SageKV
 from pod.eviction.snapkv import SnapKV
 from pod.eviction.streaming import LMInfinite, StreamingLLM
@@ -69,6 +70,7 @@ METHODS: dict[str, type] = {
     "lminfinite": LMInfinite,
     "cascade": Cascade,
     "quest": Quest,
+    "recentreader": RecentReader,
 }
 
 
@@ -284,6 +286,7 @@ __all__ = [
     "QFilters",
     "Quest",
     "ReadSelector",
+    "RecentReader",
     "SageKV",
     "Sharing",
     "SnapKV",

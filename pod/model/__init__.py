@@ -8,6 +8,7 @@ families.py           the families: each one's config and classes; convert
 adapter.py            a model by name, with an adapter on top: load
 graph.py              one CUDA graph for the decode steps of a generate call
 probe.py              a running model's attention layers, watched sample by sample
+speculation.py        self-speculation: drafts on the same cache by a sparse read
 reconstruction.py     KVzip's second look at a context: reconstruct
 gguf.py               GGUF files as Hugging Face folders, in the user's cache
 weights.py            all of a model's weights loaded, or refused by name; what tells them from others

@@ -22,12 +22,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.generation import GenerationMixin
+from transformers.generation import CandidateGenerator, GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from pod.blocks import FIXED, LayerBlocks, whole_number
 from pod.cache import PodCache
+from pod.eviction import ReadSelector
 from pod.model.graph import StepGraphs, step_graphs
 from pod.model.inputs import (
     check_cache,
@@ -40,6 +41,7 @@ from pod.model.inputs import (
 from pod.model.offload import kept_on_cpu
 from pod.model.placement import GivenMap, check_spread_cache, current, layer_devices, place
 from pod.model.sequence_parallel import SequenceShard
+from pod.model.speculation import SelfDraft, check_draft, drafting, with_draft
 from pod_kernels import shared_score_attention
 
 CHANGING_ROPES = ("dynamic", "longrope")  # kinds of RoPE scaling whose frequencies depend on the longest position
@@ -500,6 +502,7 @@ class PodForCausalLM(Capabilities):
     pod_base: type[PreTrainedModel]
     _in_generate = False
     _graphs: StepGraphs | None = None  # of the `generate` call that is running
+    _draft: ReadSelector | None = None  # likewise
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
@@ -510,6 +513,8 @@ class PodForCausalLM(Capabilities):
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
     ) -> None:
+        if self._draft is not None:
+            check_draft(self, generation_config, generation_mode)
         # The PoD cache is the default. Another implementation would store what PoD drops, or cannot hold two sizes.
         if generation_config.cache_implementation is not None:
             raise ValueError(
@@ -544,16 +549,29 @@ class PodForCausalLM(Capabilities):
             "layers store different tokens' keys: call generate with prompts padded on the left"
         )
 
-    def generate(self, *args, **kwargs):
-        """transformers' generate; on a CUDA device its steps are one CUDA graph (`pod.model.graph`)."""
+    def generate(self, *args, draft: ReadSelector | None = None, **kwargs):
+        """transformers' generate; on a CUDA device its steps are one CUDA graph (`pod.model.graph`).
+
+        Args:
+            draft: a method that chooses what is read, such as `pod.eviction.Quest(budget=256)`: the model drafts
+                `num_assistant_tokens` (4) for itself, each reading that much of the cache, and verifies them in one
+                forward that reads everything. Greedy text and the distribution of samples are those without it.
+
+        Raises:
+            ValueError: no such method, a second way to draft, several rows or beams, a cache that does not keep and
+                read every token.
+        """
+        if draft is not None:
+            kwargs = with_draft(self, kwargs)
         ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
         if isinstance(ids, Tensor) and ids.shape[-1] == 0 and kwargs.get("inputs_embeds") is None:
             check_tokens(0)
-        outer, self._graphs, self._in_generate = (self._graphs, self._in_generate), None, True
+        outer = self._graphs, self._in_generate, self._draft
+        self._graphs, self._in_generate, self._draft = None, True, draft
         try:
             return super().generate(*args, **kwargs)
         finally:
-            self._graphs, self._in_generate = outer
+            self._graphs, self._in_generate, self._draft = outer
 
     def _step_by_graph(self, input_ids: Tensor, position_ids: Tensor | None, cache: PodCache) -> Tensor | None:
         """Logits of one step of `generate`, None where it has to run as it is."""
@@ -591,8 +609,18 @@ class PodForCausalLM(Capabilities):
         length = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
         if cache is not None and length == input_ids.shape[1]:
             cache.fed_before = cache.get_seq_length()
-        return super()._assisted_decoding(
-            input_ids, logits_processor, stopping_criteria, generation_config, *args, **kwargs
+        with nullcontext() if self._draft is None else drafting(self._draft, cache, input_ids):
+            return super()._assisted_decoding(
+                input_ids, logits_processor, stopping_criteria, generation_config, *args, **kwargs
+            )
+
+    def _get_candidate_generator(
+        self, generation_config, input_ids, inputs_tensor, logits_processor, model_kwargs, *args, **kwargs
+    ) -> CandidateGenerator:
+        if self._draft is not None:
+            return SelfDraft(self, input_ids, generation_config, logits_processor, model_kwargs)
+        return super()._get_candidate_generator(
+            generation_config, input_ids, inputs_tensor, logits_processor, model_kwargs, *args, **kwargs
         )
 
     def prepare_inputs_for_generation(self, input_ids, next_sequence_length=None, inputs_embeds=None, **kwargs):
@@ -630,6 +658,8 @@ class PodForCausalLM(Capabilities):
         """
         if labels is not None and kwargs.get("sequence") is not None:
             raise ValueError("a rank has the logits of its own tokens only: leave labels out, and sum over the ranks")
+        if labels is not None and getattr(past_key_values, "sparse_prefill", None) is not None:
+            raise ValueError("a loss of sparse_prefill would not be the model's: leave labels out, or sparse_prefill")
         is_step = self._in_generate and input_ids is not None and input_ids.shape[1] == 1 and not self.training
         if is_step and past_key_values is not None and set(kwargs) <= {"return_dict"} and labels is None:
             if not self.config.output_hidden_states:

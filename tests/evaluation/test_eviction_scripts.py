@@ -429,10 +429,12 @@ def test_every_method_keeps_the_budget_in_all():
     for text in trade_off.METHODS.split("+"):
         assert trade_off.with_budget(text, 64).budget == 64
     assert trade_off.with_budget("cake*snapkv:window=8", 64) == eviction.parse("cake*snapkv:budget=64,window=8")
-    # Q-Filters has no default: it needs a file of the model's. KVzip is for contexts without their questions.
+    # Q-Filters has no default: it needs a file of the model's. KVzip is for contexts without their questions, and
+    # RecentReader, which keeps all and reads what StreamingLLM keeps, for drafts.
     assert {text.split(":")[0] for text in trade_off.METHODS.split("+")} == set(eviction.METHODS) - {
         "qfilters",
         "kvzip",
+        "recentreader",
     }
     with pytest.raises(ValueError, match="hold the 64 sinks and a token of each of the 4"):
         trade_off.with_budget("cascade", 64)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import statistics
 import sys
 from dataclasses import replace
@@ -15,7 +16,7 @@ import speed_setting
 import speed_works
 import timing
 import torch
-from scripts import script
+from scripts import save, script
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import pod
@@ -331,7 +332,7 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch, capsys):
 def tiny_real(tmp_path, monkeypatch):
     """A model with random weights and its blocks on disk, and sizes that a prompt of 64 tokens outgrows."""
     config = LlamaConfig(
-        vocab_size=64,
+        vocab_size=259,
         hidden_size=16,
         intermediate_size=16,
         num_hidden_layers=2,
@@ -340,12 +341,13 @@ def tiny_real(tmp_path, monkeypatch):
         head_dim=4,
         max_position_embeddings=256,
     )
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
+    save(LlamaForCausalLM(config), tmp_path / "base")
     blocks = pod.LayerBlocks([[0, 0], [0, 1]], metadata={"sink_size": 2, "recent_size": 6})
     blocks.save(tmp_path / "blocks.json")
     monkeypatch.setattr(speed, "BUDGET", 16)
     monkeypatch.setattr(speed_cpu, "BUDGET", 16)
     monkeypatch.setattr(speed_cpu, "WINDOW", 4)
+    monkeypatch.setattr(speed_cpu, "SPOKEN", 7)
     monkeypatch.setattr(timing, "ceilings", lambda *_: {timing.BYTES: 2e9, timing.OPERATIONS: 4e12})
     speed_cpu.real_models.cache_clear()
     return ["--suite", "cpu", "--ckpt", str(tmp_path / "base"), "--blocks", str(tmp_path / "blocks.json")]
@@ -365,10 +367,15 @@ def test_the_real_model_against_its_peers(dtype, tiny_real, tmp_path, monkeypatc
         "decode_step": [*step, "PoD / StaticCache"],
         "decode_after_snapkv": after,
         "similarity_by_forward": ["attention_similarity / forward"],
+        "speculation": ["plain / drafts by quest:budget=16", "plain / drafts by recentreader:budget=16"],
         "training_step": step,
         "prefill_of_model": ["PoD / DynamicCache", "PoD / StaticCache"],
     }
     assert (written["dtype"], written["shared_keys"]) == (dtype, 0.25)
+    spoken = next(measured for measured in written["results"] if measured["what"] == "speculation")
+    # A token comes with what is left of the prompt; before the last one, nothing is drafted.
+    drafts = [re.match(r"drafts by \w+:budget=16: (\d+) of (\d+) accepted", note) for note in spoken["notes"]]
+    assert [0 <= int(found[1]) <= int(found[2]) and int(found[2]) >= 4 for found in filter(None, drafts)] == [True] * 2
     assert f"Left out: {speed_cpu.KVPRESS_EVICTED} (not installed: pip install" in capsys.readouterr().out
     # The distant tokens' keys of one of four heads are not there.
     attention = written["results"][0]
