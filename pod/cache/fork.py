@@ -73,7 +73,8 @@ class SharedPrefix(SlotStorage):
         """A layer of the context as any queries see it."""
         known = copy(layer)
         if known.near_positions is None and len(known.near_keys):
-            known.near_positions = known.near_slots = layer.ring_positions(self.prefix.rows.lengths)[None]
+            lengths = self.prefix.rows.lengths.to(layer.near_keys.device)
+            known.near_positions = known.near_slots = layer.ring_positions(lengths)[None]
         return known
 
     def reset(self) -> None:
