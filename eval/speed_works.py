@@ -194,6 +194,7 @@ def decode_forked(setting: Setting, length: int) -> Measured:
     works, held, batch, model = {}, {}, setting.batch or FORKED_ROWS, random_models(setting, length)["PoD"]
     for name in (FORKED, COPIED):
         cache = pod.PodCache(model.config)
+        cache.expect(length)
         fill(cache, model, 1, length)
         (cache.fork if name == FORKED else cache.batch_repeat_interleave)(batch)
         cache.expect(setting.room(length))
