@@ -12,6 +12,7 @@ from transformers import set_seed
 import pod
 import pod_kernels.cached
 from pod.eviction import H2O, AdaKV, Cascade, KVzip, Quest, SageKV, SnapKV, StreamingLLM
+from pod_kernels.dispatch import forced
 
 SNAP = {"window": 4, "kernel_size": 3}
 MODELS = {
@@ -70,8 +71,11 @@ def together(cache, copied):
         assert torch.equal(cache.positions(layer), copied.positions(layer))
 
 
-@pytest.mark.parametrize("length", [2, 40])  # fewer than there are sinks; more than are proximal
-@pytest.mark.parametrize("which", MODELS)
+@pytest.mark.parametrize(
+    "which, length",  # fewer tokens than there are sinks, and more than are proximal
+    [("blocks", 2), ("blocks", 40), ("keys", 40), ("kv", 40), ("dense", 40)]
+    + [pytest.param(which, 2, marks=pytest.mark.slow) for which in ("keys", "kv", "dense")],
+)
 def test_rows_are_copies_of_the_one(which, length):
     model = build(*MODELS[which])
     cache, copied = contexts(model, length)
@@ -94,7 +98,9 @@ def test_logits_are_those_of_whole_texts():
 
 
 @pytest.mark.parametrize("which", ["blocks", pytest.param("dense", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("method", EVICTED)
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=[] if name in ("snapkv", "adakv") else pytest.mark.slow) for name in EVICTED]
+)
 def test_a_context_that_was_evicted_from(method, which):
     model = build(*MODELS[which])
     cache, copied = contexts(model, 40, eviction=EVICTED[method])
@@ -103,7 +109,7 @@ def test_a_context_that_was_evicted_from(method, which):
     together(cache, copied)
 
 
-@pytest.mark.parametrize("which", ["blocks", "keys"])
+@pytest.mark.parametrize("which", ["blocks", pytest.param("keys", marks=pytest.mark.slow)])
 def test_one_row_one_token_and_a_prefill_in_chunks(which):
     model = build(*MODELS[which])
     for rows, chunks in ((1, (1, 1, 1)), (3, (1, 2, 1)), (5, (4, 3, 1))):
@@ -119,7 +125,7 @@ def test_one_row_one_token_and_a_prefill_in_chunks(which):
 def test_bytes_and_addresses(method):
     """The context where it was, once; beside it each row's own tokens."""
     model = build(*MODELS["blocks"])
-    own, rows, itemsize = 50, 4, 4
+    own, rows, itemsize = 26, 4, 4
     settings = {"crop_slack": 16, "eviction": EVICTED.get(method)}
     cache = pod.PodCache(model.config, **settings)
     fed(model, cache, tokens(1, 30))
@@ -137,7 +143,7 @@ def test_bytes_and_addresses(method):
     assert repr(cache).startswith(f"PodCache(tokens={30 + own}, bytes={cache.nbytes()}")
     if method is None:
         exact = pod.PodCache(model.config, max_length=30, **settings)
-        assert cache.expected_nbytes(80, rows, itemsize) - exact.expected_nbytes(30, 1, itemsize) == (
+        assert cache.expected_nbytes(30 + own, rows, itemsize) - exact.expected_nbytes(30, 1, itemsize) == (
             cache.nbytes() - context
         )
 
@@ -288,7 +294,7 @@ def test_inference_mode_and_gradients():
     ],
     ids=str,
 )
-@pytest.mark.parametrize("method", [None, "snapkv"])
+@pytest.mark.parametrize("method", [None, pytest.param("snapkv", marks=pytest.mark.slow)])
 def test_generate_prefills_one_row_of_copies(options, method, monkeypatch):
     """The texts are those of transformers' expansion, which prefills every copy."""
     model = build(*MODELS["blocks"])
@@ -313,6 +319,40 @@ def test_generate_prefills_one_row_of_copies(options, method, monkeypatch):
     if method is None:
         assert one.past_key_values.nbytes() == one.past_key_values.expected_nbytes(49, copies, 4)
         assert one.past_key_values.nbytes() < other.past_key_values.nbytes() / 1.5
+
+
+def test_samples_that_go_on_from_a_filled_cache():
+    """The question is prefilled into the one row, behind the context; left padding may be in it."""
+    model = build(*MODELS["blocks"])
+    ids, mask = tokens(1, 30), (torch.arange(30) >= 6).long()[None]
+    prompt, whole = torch.cat([ids, tokens(1, 5, seed=2)], dim=1), pad(mask, (0, 5), value=1)
+    found = []
+    for filled in (True, False):
+        cache = pod.PodCache(model.config)
+        if filled:
+            fed(model, cache, ids, mask)
+        set_seed(0)
+        options = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 6, "attention_mask": whole}
+        found.append(model.generate(prompt, past_key_values=cache, **options))
+        assert cache.batch_size == 3 and cache.has_padding
+    assert torch.equal(*found)
+
+
+@pytest.mark.slow
+def test_a_context_that_kernels_stored():
+    """Triton's kernels, interpreted, fill the context; forked rows take torch's operations."""
+    pytest.importorskip("triton")
+    model = build(*MODELS["blocks"])
+    with forced("fused"):
+        cache = pod.PodCache(model.config)
+        fed(model, cache, tokens(1, 25), chunks=(24, 1))
+        assert cache._storage.by_kernels
+        cache.fork(2)
+        ids = tokens(2, 5, seed=1)
+        found = fed(model, cache, ids, chunks=(1, 3, 1))
+        assert not cache._storage.by_kernels
+    text = torch.cat([tokens(1, 25).expand(2, -1), ids], dim=1)
+    assert_same(found, recomputed(model, text)[:, 25:])
 
 
 def test_a_batch_of_questions_on_one_document():

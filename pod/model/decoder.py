@@ -575,12 +575,12 @@ class PodForCausalLM(Capabilities):
         return self._graphs(input_ids, position_ids)
 
     def _prefill(self, input_ids, generation_config, model_kwargs, is_first_iteration=True):
-        cache, config = model_kwargs.get("past_key_values"), generation_config
-        copies = max(config.num_beams or 1, config.num_return_sequences or 1)
+        cache = model_kwargs.get("past_key_values")
+        copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
         # On a CUDA device copied rows decode by kernels and a CUDA graph, which forked ones do not.
-        is_cheap = isinstance(cache, PodCache) and cache.forks and input_ids.device.type != "cuda"
-        if is_cheap and copies == len(input_ids) > 1 and cache.batch_size in (-1, 1):
-            return self._prefill_one(copies, input_ids, generation_config, model_kwargs, is_first_iteration)
+        if copies == len(input_ids) > 1 and isinstance(cache, PodCache) and input_ids.device.type != "cuda":
+            if cache.batch_size in (-1, 1) and cache.forks:
+                return self._prefill_one(copies, input_ids, generation_config, model_kwargs, is_first_iteration)
         size = generation_config.prefill_chunk_size
         if cache is None or size is None:  # in one piece: nothing has to wait
             return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
