@@ -14,6 +14,7 @@ A random model of 8 layers with 70 % of the keys shared; on a GPU in Llama-3-8B'
                 into the cache's own storage against concatenation, as DynamicCache does it
     prefill     the prompt by the same three; and a cascade's strides in one layer against causal attention to all
     end-to-end  `generate`: a prompt and 32 new tokens
+    fork        one token of 16 rows over one context (`cache.fork`), against rows that are copies of it
 
 and, never part of `all`, a real model's weights on a CPU, in float32 or with `--dtype bfloat16`:
 
@@ -70,6 +71,7 @@ LENGTHS = {
         "prefill": [4096],
         "cache": [16_384],
         "end-to-end": [2048],
+        "fork": [4096],
         "cpu": [2048, 8192],
     },
     "cuda": {
@@ -78,6 +80,7 @@ LENGTHS = {
         "cache": [16_384],
         "prefill": [32_768, 2**20],
         "end-to-end": [32_768],
+        "fork": [4096],
     },
 }
 # Longer prompts do not fit into the whole model, or would take minutes.

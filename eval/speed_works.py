@@ -34,6 +34,8 @@ UPDATED_BYTES = 2**30  # of the dense cache that a GPU updates
 NEW_TOKENS = 32
 SHORTEST = 64  # tokens
 TAU = 0.7
+FORKED_ROWS = 16
+FORKED, COPIED = "forked rows", "copied rows"
 POD_CUDNN = "PoD, cuDNN"
 
 
@@ -185,6 +187,25 @@ def decode_after_eviction(setting: Setting, length: int) -> Measured:
     seconds, left_out, notes = setting.measured(works, f"{method} after {length}", works)
     pairs = [(names[0] + kind, names[1] + kind) for kind in setting.backends]
     return Measured(seconds, pairs, left_out=left_out, notes=notes)
+
+
+def decode_forked(setting: Setting, length: int) -> Measured:
+    """One token of 16 rows over one context of `length` tokens, against rows that are copies of it."""
+    works, held, batch, model = {}, {}, setting.batch or FORKED_ROWS, random_models(setting, length)["PoD"]
+    for name in (FORKED, COPIED):
+        cache = pod.PodCache(model.config)
+        cache.expect(length)
+        fill(cache, model, 1, length)
+        (cache.fork if name == FORKED else cache.batch_repeat_interleave)(batch)
+        cache.expect(setting.room(length))
+        run = step(model, cache, batch)
+        works |= by_backends(setting, name, run) if name == COPIED else {name: by("composed", run)}
+        run()
+        held[name] = cache.nbytes()
+    seconds, left_out, notes = setting.measured(works, f"decode forked at {length}", [*works][1:])
+    share = held[FORKED] / held[COPIED]
+    notes += [*note_of_rows(batch), f"{held[FORKED]:,} bytes forked, {held[COPIED]:,} in copies: {share:.3f} of them."]
+    return Measured(seconds, [(FORKED, other) for other in [*works][1:]], left_out=left_out, notes=notes)
 
 
 def decode_attention_after_eviction(setting: Setting, length: int) -> Measured:
@@ -343,5 +364,6 @@ SUITES = {
     "cache": [update, update_one_layer],
     "prefill": [cascade_prefill, prefill],
     "end-to-end": [generation],
+    "fork": [decode_forked],
     "cpu": CPU_SUITE,
 }

@@ -265,8 +265,10 @@ class _Asked:
             key = slots = layer.ring_positions(self.positions[:, 0] + 1)[None]
         is_in_order = self.table is None  # slot = position, in all layers
         is_common = is_in_order and at.shape == self.positions.shape
-        if is_common and "index" in self.masks:
-            return self.masks["index"]
+        # A forward that broke off may have widened the rings of its first layers alone.
+        name = "index", key.shape[-1]
+        if is_common and name in self.masks:
+            return self.masks[name]
         if not is_in_order:
             key, slots = key[others], slots[others]
         key, query = key[:, rows, None], at[..., None]
@@ -275,7 +277,7 @@ class _Asked:
             is_used &= key <= query
         index = torch.where(is_used, slots[:, rows, None].long(), spare)[:, :, None]
         if is_common:
-            self.masks["index"] = index
+            self.masks[name] = index
         return index
 
 

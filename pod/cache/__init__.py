@@ -5,6 +5,7 @@ storage.py          what a cache counts of its rows, what one forward adds, and 
 slots.py            the first: slots, whether tokens are evicted by scores or all kept
 layer.py            what it stores of one layer: own keys of proximal tokens, the table of positions
 streams.py          keys and values of heads that stream
+fork.py             rows over one context, which is stored once, and slots of each row's own
 keep.py             which tokens stay, by what a method of `pod.eviction` says
 chain.py            the second: sinks and a chain of sub-caches, which rotates keys to their place
 chain_step.py       what one forward adds to it, and where its keys of proximal tokens are

@@ -21,6 +21,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from pod.blocks import FIXED, LayerBlocks, whole_number
 from pod.cache.chain import ChainStorage
 from pod.cache.file import read_cache, write_cache
+from pod.cache.fork import SharedPrefix, refusal
 from pod.cache.row_runs import RowRuns
 from pod.cache.slots import SlotStorage
 from pod.cache.storage import Outputs, Rotary, Rows, Storage, broken_off
@@ -230,9 +231,15 @@ class PodCache(Cache):
     def expected_nbytes(self, length: int, batch: int = 1, itemsize: int = 2) -> int:
         """Bytes by the formula of `pod.cache.slots` for `length` tokens in each of `batch` rows, none evicted.
 
-        Quest's pages, two vectors each, are in it, and quantization's scales and open groups.
+        Quest's pages, two vectors each, are in it, and quantization's scales and open groups. After `fork` the tokens
+        that the rows share are counted once.
         """
-        near = min(length, self.config.sink_size + self.config.recent_size + self.crop_slack)
+        shared, sinks = min(length, self._storage.shared), self.config.sink_size
+        own = self._expected_nbytes(length - shared, batch, itemsize, max(0, sinks - shared))
+        return own + self._expected_nbytes(shared, 1, itemsize, sinks)
+
+    def _expected_nbytes(self, length: int, batch: int, itemsize: int, sinks: int) -> int:
+        near = min(length, sinks + self.config.recent_size + self.crop_slack)
         streams = int(self.blocks.is_streaming.sum())
         total = self.blocks.anchors.numel() - streams
         streamed = batch * self.config.head_dim * itemsize * 2 * streams * near
@@ -355,7 +362,7 @@ class PodCache(Cache):
         elif self.batch_size != batch:
             raise ValueError(
                 f"the cache holds {self.batch_size} rows but the input has {batch}: cache.batch_repeat_interleave(n) "
-                "makes n of each, cache.batch_select_indices(rows) keeps some"
+                "makes n of each, cache.fork(n) n over the tokens of one, cache.batch_select_indices(rows) keeps some"
             )
         elif dtype != (self._dtype or dtype):
             raise ValueError(
@@ -555,7 +562,7 @@ class PodCache(Cache):
         self._rows.reset()
         self._is_counted = True
         self.drafted = self.accepted = 0
-        self._storage.reset()
+        self._storage = self._storage.cleared()
 
     def expect(self, length: int) -> None:
         """Rows will reach `length` tokens: storage that may grow then grows to that, once."""
@@ -583,6 +590,50 @@ class PodCache(Cache):
         if self.batch_size < 0:
             return
         self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
+
+    @property
+    def forks(self) -> bool:
+        """Whether `fork` takes a cache with these settings."""
+        return refusal(self._storage) is None
+
+    @_outlives_inference
+    def fork(self, rows: int) -> None:
+        """Become `rows` rows over the tokens of the one row that is there: stored once, read once, never changed.
+
+        What follows is each row's own: a question of each, left-padded as any turn, or tokens that are sampled. Logits
+        are those of copied rows (`batch_repeat_interleave`); bytes are those of the one row and of the rows' own
+        tokens. Own tokens can be cropped, and rows be selected, repeated and saved; inside `peek` the one row is there
+        again afterwards. Steps take torch's operations, without Triton's kernels and CUDA graphs.
+
+        Args:
+            rows: at least 1.
+
+        Raises:
+            ValueError: there is not one row, `prefill()` is open or was not closed, what evicts has not done so yet, or
+                the cache has tau, quantization, heads that stream, or a method that evicts again, reads pages or keeps
+                a chain.
+
+        Source:
+            Hydragen (arXiv 2402.05099), section 3; ChunkAttention (arXiv 2402.15220).
+        """
+        count = whole_number("rows", rows, "at least 1 row", 1)
+        self._rollback()
+        reason, storage = refusal(self._storage), self._storage
+        if reason is not None:
+            raise ValueError(f"cache.fork is for rows of tokens that stay, and {reason}")
+        if self.batch_size != 1 or storage.in_prefill:
+            raise ValueError(
+                f"cache.fork is for a cache that holds one row, outside prefill(); it holds {max(0, self.batch_size)}: "
+                "fill it with one, or keep one with cache.batch_select_indices"
+            )
+        if storage.policy is not None and (storage.is_waiting or not storage.is_frozen):
+            raise ValueError(
+                f"{type(self.eviction).__name__} has not evicted from the context yet: end its prefill (and for KVzip "
+                "call pod.reconstruct) before cache.fork"
+            )
+        shared = self._rows.apart()
+        self._rows.select(torch.zeros(count, dtype=torch.long, device=shared.lengths.device))
+        self._storage = SharedPrefix(storage, shared, self._rows, self.max_length)
 
     @_outlives_inference
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -666,6 +717,8 @@ class PodCache(Cache):
         choices = {"eviction": self.eviction, "tau": self.tau, "quantization": self.quantization}
         if self.config.share in ("kv", "window"):
             choices = {"share": self.config.share}
+        if self._storage.shared:
+            choices = {"rows of cache.fork": self.batch_size}
         for name, value in choices.items():
             if value is not None:
                 raise ValueError(
@@ -752,7 +805,10 @@ class PodCache(Cache):
         held = {name: facts[name] for name in self._rows.host_counts()}
         vars(self._rows).update(held, lengths=tensors.get("lengths"), padding=tensors.get("padding"))
         self._storage.stats = SkipStats(**facts["stats"])
-        self._storage.restore(tensors, facts["storage"])
+        if "prefix" in facts["storage"]:
+            self._storage = SharedPrefix.restored(self._storage, tensors, facts["storage"])
+        else:
+            self._storage.restore(tensors, facts["storage"])
         self._dtype = next((tensor.dtype for tensor in self.storages() if tensor.is_floating_point()), None)
 
 

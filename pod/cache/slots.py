@@ -426,21 +426,10 @@ class SlotStorage(Storage):
         acts = self.acts and num_anchors > 0
         seen = decision.seen(layer, q.detach(), step.positions, scale) if acts else None
         with nullcontext() if self.quantization is None else self._in_full(layer):
-            if not self.is_direct:
-                known = self.write(layer, k, v)
-                if acts:
-                    decision.observe(layer, seen)
-            if step.is_first:
-                sizes = {"sink_size": self.config.sink_size, "recent_size": self.config.recent_size}
-                sizes |= {"scale": scale, "lengths": step.counts}
-                if self.sparse is not None and self.sparse.acts(layer, len(self.layers)):
-                    out = triangle_attention(q, k, v, *anchors, self.sparse, **sizes)
-                else:
-                    out = shared_score_attention(q, k, v, *anchors, **sizes, window_only=streams)
-            elif self.shares_kv:
-                out = self._attend_anchors(layer, q.detach(), scale)
-            else:
-                out = self._attend_slots(layer, known, q.detach(), anchors[0], scale)
+            known = None if self.is_direct else self.write(layer, k, v)
+            if known is not None and acts:
+                decision.observe(layer, seen)
+            out = self._attended(layer, known, (q, k, v), anchors, scale)
             if self.is_direct:
                 self._store_prompt(layer, k, v, seen)
             if streams:
@@ -585,8 +574,32 @@ class SlotStorage(Storage):
 
     # ------------------------------------------------------------------ attention to a filled cache
 
-    def _attend_slots(self, layer: int, known: Layer, q: Tensor, q_distant: Tensor | None, scale: float) -> Tensor:
-        """Attention of q [B, H, T, D] to what the layer and its anchors hold."""
+    def _attended(
+        self,
+        layer: int,
+        known: Layer | None,
+        new: tuple[Tensor, ...],
+        anchors: Anchors,
+        scale: float,
+        return_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attention of a forward's queries, of its q, k and v, to all that `known` holds, and its LSE where told."""
+        step = self.step
+        if step.is_first:
+            sizes = {"sink_size": self.config.sink_size, "recent_size": self.config.recent_size}
+            sizes |= {"scale": scale, "lengths": step.counts}
+            if self.sparse is not None and self.sparse.acts(layer, len(self.layers)):
+                return triangle_attention(*new, *anchors, self.sparse, **sizes)
+            windows = self.streams[layer]
+            return shared_score_attention(*new, *anchors, **sizes, window_only=windows, return_lse=return_lse)
+        if self.shares_kv:
+            return self._attend_anchors(layer, new[0].detach(), scale, return_lse)
+        return self._attend_slots(layer, known, new[0].detach(), anchors[0], scale, return_lse)
+
+    def _attend_slots(
+        self, layer: int, known: Layer, q: Tensor, q_distant: Tensor | None, scale: float, return_lse: bool
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attention of q [B, H, T, D] to what the layer and its anchors hold, and its LSE where told."""
         if not known.order:  # all of its heads stream
             return torch.zeros_like(q)
         step, anchors, units = self.step, known.num_anchors, self.layout.units[layer]
@@ -627,6 +640,7 @@ class SlotStorage(Storage):
             masks=step.masks,
             tau=self.tau,
             stats=self.stats,
+            return_lse=return_lse,
             return_weights=evicts_now,
             by_kernels=self.by_kernels,
             **common,
@@ -638,7 +652,7 @@ class SlotStorage(Storage):
         self.decision.evict(layer, weights, step.positions[:, -1], evicts, self.is_settled)
         return out
 
-    def _attend_anchors(self, layer: int, q: Tensor, scale: float) -> Tensor:
+    def _attend_anchors(self, layer: int, q: Tensor, scale: float, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
         """Attention of q [B, H, T, D] to the keys and values of the layer's anchors, which are stored (`share: kv`)."""
         step, parts, first = self.step, [], 0
         # Heads in a row with one anchor layer are stored side by side.
@@ -656,9 +670,12 @@ class SlotStorage(Storage):
                     by_kernels=self.by_kernels,
                     scale=scale,
                     masks=step.masks,
+                    return_lse=return_lse,
                 )
             )
             first += heads
+        if return_lse:
+            return tuple(torch.cat(part, dim=1) for part in zip(*parts, strict=True))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def _attend_streams(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: float) -> Tensor:
@@ -691,12 +708,12 @@ class SlotStorage(Storage):
 
     def _scores(self, q: Tensor, known: Layer) -> Tensor:
         """The workspace, wide enough for this layer; what anchors before it have left stays."""
-        heads, batch = known.kv_heads, q.shape[0]
+        shape = (known.kv_heads, q.shape[0], self.groups, q.shape[2])
         old, width = self.workspace, known.values.widest
-        if old is None or old.shape[1] != batch or old.shape[-1] < width or old.device != q.device:
-            shape = (heads, batch, self.groups, 1, width)
-            self.workspace = torch.empty(shape, dtype=torch.float32, device=q.device)
-            if old is not None and old.shape[1] == batch and old.device == q.device:
+        is_alike = old is not None and old.shape[:4] == shape and old.device == q.device
+        if not is_alike or old.shape[-1] < width:
+            self.workspace = torch.empty(*shape, width, dtype=torch.float32, device=q.device)
+            if is_alike:
                 self.workspace[..., : old.shape[-1]] = old
         return self.workspace
 

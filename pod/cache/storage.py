@@ -245,7 +245,7 @@ class Rows:
     def add(self, step: Step) -> None:
         """Count what a forward has added."""
         step = step.on(self.lengths.device)
-        self.lengths.copy_(torch.maximum(step.before, step.positions.amax(dim=1) + 1))
+        self.lengths += (step.positions >= 0).sum(dim=1)
         self.count(step.new, step.positions.shape[1])
 
     def count(self, new: list[int], columns: int) -> None:
@@ -360,6 +360,7 @@ class Storage(ABC):
         repeats_steps: a CUDA graph can repeat a step of decoding while nothing moves.
         in_prefill: forwards are parts of one prefill.
         step: what the forward that is running adds; None between two.
+        shared: first tokens of every row that are stored once for all of them.
         workspace: what layers leave each other during a step; None where there is nothing.
         by_kernels: Triton's kernels run; None before the first layer has asked (`pod_kernels.dispatch`).
         stats: what tau decided and left unread.
@@ -370,6 +371,7 @@ class Storage(ABC):
     is_croppable = False
     is_fixed = False
     repeats_steps = False
+    shared = 0
     workspace: Tensor | None = None
     outputs: Outputs | None = None
 
@@ -443,6 +445,11 @@ class Storage(ABC):
     def abandon_prefill(self) -> None:
         """One of them failed: nothing acts."""
         self.in_prefill = False
+
+    def cleared(self) -> "Storage":
+        """A storage like it without tokens: itself, after `reset`."""
+        self.reset()
+        return self
 
     def apart(self, rows: Rows) -> "Storage":
         """A storage of the same tokens, for forwards that this one is not to know of.

@@ -594,6 +594,11 @@ class PodForCausalLM(Capabilities):
 
     def _prefill(self, input_ids, generation_config, model_kwargs, is_first_iteration=True):
         cache = model_kwargs.get("past_key_values")
+        copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+        # On a CUDA device copied rows decode by kernels and a CUDA graph, which forked ones do not.
+        if copies == len(input_ids) > 1 and isinstance(cache, PodCache) and input_ids.device.type != "cuda":
+            if cache.batch_size in (-1, 1) and cache.forks:
+                return self._prefill_one(copies, input_ids, generation_config, model_kwargs, is_first_iteration)
         size = generation_config.prefill_chunk_size
         if cache is None or size is None:  # in one piece: nothing has to wait
             return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
@@ -602,6 +607,21 @@ class PodForCausalLM(Capabilities):
             raise ValueError("prefill_chunk_size cuts input_ids, not inputs_embeds: leave it out, or pass input_ids")
         with cache.prefill():
             return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
+
+    def _prefill_one(self, copies: int, input_ids: Tensor, generation_config, model_kwargs: dict, *args):
+        """Prefill one of rows that are copies of it, and fork its cache."""
+        cache, fed = model_kwargs["past_key_values"], model_kwargs.get("inputs_embeds")
+        length = cache.max_length
+        if cache.batch_size < 0 and cache.may_grow:  # no room in this row for what will be each row's own
+            cache._expect((input_ids if fed is None else fed).shape[1])
+        kwargs = {name: value[:1] if isinstance(value, Tensor) else value for name, value in model_kwargs.items()}
+        outputs = self._prefill(input_ids[:1], generation_config, kwargs, *args)
+        cache.fork(copies)
+        cache.expect(length or 0)
+        outputs.logits = outputs.logits.expand(copies, -1, -1)
+        if outputs.hidden_states is not None:
+            outputs.hidden_states = tuple(states.expand(copies, -1, -1) for states in outputs.hidden_states)
+        return outputs
 
     def _assisted_decoding(self, input_ids, logits_processor, stopping_criteria, generation_config, *args, **kwargs):
         # It begins with all ids, whatever the cache holds, and those would be fed a second time.

@@ -52,6 +52,7 @@ PAIRS = {
             "PoD, snapkv:budget=16,window=4 / DynamicCache",
         ]
     },
+    "fork": {"decode_forked": ["forked rows / copied rows"]},
 }
 SHAPE = {"hidden_size": 16, "intermediate_size": 16, "head_dim": 4, "num_attention_heads": 16}
 
