@@ -205,20 +205,18 @@ def test_what_a_machine_lacks_is_named(given, tmp_path, monkeypatch):
     line = [given[2], f"output={tmp_path / 'run'}"]
     recipe = load_recipe(line)
     module = PodModule(recipe.model, recipe.trainer, lora=recipe.lora)
+    for run in (lambda: fit(recipe), module.configure_model):
+        with pytest.raises(ValueError, match="needs a GPU of NVIDIA's, and this run is on cpu: set model.load"):
+            run()
+    monkeypatch.setattr(adapters, "HOLDS_4_BITS", ("cuda", "cpu"))
     for package in ("accelerate", "bitsandbytes"):
-        monkeypatch.setattr(adapters, "require", pod.extras.require)
         monkeypatch.setattr("pod.extras.importlib.util.find_spec", lambda name, gone=package: name != gone or None)
         for run in (lambda: fit(recipe), module.configure_model):
             with pytest.raises(ImportError, match=rf"^model.load_in_4bit=true needs {package}: .*\[qlora\]"):
                 run()
-    monkeypatch.setattr("pod.extras.importlib.util.find_spec", lambda name: True)
-    for run in (lambda: fit(recipe), module.configure_model):
-        with pytest.raises(ValueError, match="needs a GPU of NVIDIA's, and this run is on cpu: set model.load"):
-            run()
     assert not (tmp_path / "run" / "recipe.yaml").exists()
     with pytest.raises(ValueError, match="model.load_in_4bit needs lora.rank"):
         PodModule(recipe.model, recipe.trainer)
-    monkeypatch.setattr(adapters, "HOLDS_4_BITS", ("cuda", "cpu"))
     module._trainer = lightning.Trainer(logger=False, accelerator="cpu")
     monkeypatch.setattr(type(module._trainer), "strategy", FSDPStrategy())
     with pytest.raises(ValueError, match="does not go with FSDPStrategy: .*take strategy='auto' or 'ddp'"):

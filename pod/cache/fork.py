@@ -61,7 +61,8 @@ class SharedPrefix(SlotStorage):
         self.prefix, self.whole, self.shared = prefix, rows, shared.longest
         prefix.rows, prefix.workspace = shared, None
         prefix.by_kernels = prefix.is_decoding = False
-        self.known = [None if layer is None else self._with_positions(layer) for layer in prefix.layers]
+        found: dict[tuple, Tensor] = {}
+        self.known = [None if layer is None else self._with_positions(layer, found) for layer in prefix.layers]
         config = copy(prefix.config)
         config.sink_size = max(0, config.sink_size - self.shared)
         own = Rows(rows.lengths - self.shared, [seen - self.shared for seen in rows.seen])
@@ -69,12 +70,14 @@ class SharedPrefix(SlotStorage):
         super().__init__(config, own, None, None, None, None, prefix.crop_slack)
         self.expect(max_length)
 
-    def _with_positions(self, layer: Layer) -> Layer:
-        """A layer of the context as any queries see it."""
+    def _with_positions(self, layer: Layer, found: dict[tuple, Tensor]) -> Layer:
+        """A layer of the context as any queries see it; layers share what is `found` of where their own keys are."""
         known = copy(layer)
         if known.near_positions is None and len(known.near_keys):
-            lengths = self.prefix.rows.lengths.to(layer.near_keys.device)
-            known.near_positions = known.near_slots = layer.ring_positions(lengths)[None]
+            key = known.near_keys.shape[2], known.near_keys.device
+            if key not in found:
+                found[key] = layer.ring_positions(self.prefix.rows.lengths.to(key[1]))[None]
+            known.near_positions = known.near_slots = found[key]
         return known
 
     def reset(self) -> None:

@@ -34,12 +34,12 @@ def check_4_bits(kind: str) -> None:
         ImportError: bitsandbytes or accelerate is not installed.
         ValueError: the device is no GPU.
     """
-    require("qlora", "accelerate", "bitsandbytes", what="model.load_in_4bit=true")
     if kind not in HOLDS_4_BITS:
         raise ValueError(
             f"model.load_in_4bit=true needs a GPU of NVIDIA's, and this run is on {kind}: set model.load_in_4bit=false "
             "and, for half of float32's memory, model.dtype=bfloat16"
         )
+    require("qlora", "accelerate", "bitsandbytes", what="model.load_in_4bit=true")
 
 
 def in_4_bits(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
