@@ -236,7 +236,7 @@ class PodCache(Cache):
         """
         shared, sinks = min(length, self._storage.shared), self.config.sink_size
         own = self._expected_nbytes(length - shared, batch, itemsize, max(0, sinks - shared))
-        return own + self._expected_nbytes(shared, 1, itemsize, sinks)
+        return own + self._expected_nbytes(shared, 1, itemsize, sinks) if shared else own
 
     def _expected_nbytes(self, length: int, batch: int, itemsize: int, sinks: int) -> int:
         near = min(length, sinks + self.config.recent_size + self.crop_slack)
