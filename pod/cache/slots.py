@@ -50,11 +50,9 @@ from pod_kernels import (
     Segments,
     cached_attention,
     paged_attention,
-    refresh_pages,
     shared_score_attention,
 )
 from pod_kernels.dispatch import runs_triton
-from pod_kernels.pages import page_bounds
 from pod_kernels.quantized import dequantized
 from pod_kernels.segments import Change, Chosen, KeptOnDevice
 
@@ -559,8 +557,7 @@ class SlotStorage(Storage):
 
     def _refresh_pages(self, layer: Layer, before: Tensor, after: Tensor, most: int) -> None:
         if self.selector is not None and layer.num_anchors:
-            page_size = self.selector.page_size
-            refresh_pages(layer.pages.rectangle, layer.keys.rectangle, before, after, page_size, most)
+            self.selector.refresh(layer.pages.rectangle, layer.keys.rectangle, before, after, most)
 
     # ------------------------------------------------------------------ attention to a filled cache
 
@@ -715,7 +712,7 @@ class SlotStorage(Storage):
             asked = stored.stored(q.unflatten(1, (stored.kv_heads, -1))[:, :, :, 0].transpose(0, 1))[:anchors]
             pages, used = stored.pages.rectangle, self.selector.pages(step.length)
             parts = [
-                method.choose(page_bounds(asked[:, rows], pages[:, rows, :used]), step.positions[rows])
+                method.choose(asked[:, rows], pages[:, rows, :used], step.positions[rows])
                 for method, rows in runs_of(self.selector, self.rows.budgets)
             ]
             # Several parts are rows whose shares of their prompts differ.
@@ -847,7 +844,8 @@ class SlotStorage(Storage):
             empty = torch.empty(heads - anchors, batch, 0, dtype=torch.int32, device=like.device)
             own = {"near_positions": empty, "near_slots": empty}
         if self.selector is not None:
-            pages = Segments.packed(self.selector.pages(sizes[:anchors]), batch, 2 * dim, **options)
+            width = self.selector.index_width(dim)
+            pages = Segments.packed(self.selector.pages(sizes[:anchors]), batch, width, **options)
         near_keys = like.new_zeros(heads - anchors, batch, places, dim)
         if self.streams[layer]:
             own["streams"] = self._streams(like.new_zeros(2, len(self.streams[layer]), batch, 0, dim))

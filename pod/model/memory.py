@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from pod.blocks import STREAMS, LayerBlocks
-from pod.eviction import ChainPolicy, Eviction, LMInfinite, Method, Quest, StreamingLLM
+from pod.eviction import ChainPolicy, Eviction, LMInfinite, Method, ReadSelector, StreamingLLM
 from pod.model.shape import Shape
 from pod_kernels.segments import MAX_LOGITS
 from pod_kernels.slots import CPU_LOGITS
@@ -432,8 +432,8 @@ class Inference:
         method = self._method
         if method is None:
             return total, min(total, near + CROP_SLACK), 0
-        if isinstance(method, Quest):
-            pages = 2 * self.shape.head_dim * self.itemsize * method.pages(total)
+        if isinstance(method, ReadSelector):
+            pages = method.index_width(self.shape.head_dim) * self.itemsize * method.pages(total)
             return total, min(total, near + CROP_SLACK), pages / total
         if isinstance(method, ChainPolicy):
             slots = method.chain(self).slots
@@ -536,7 +536,7 @@ class Inference:
         """Bytes of logits, weights and masks of the queries that a method looks at, in a layer of so many anchors."""
         method, shape = self.eviction, self.shape
         groups = shape.groups
-        if method is None or isinstance(method, Quest):
+        if method is None or isinstance(method, ReadSelector):
             return 0
         if isinstance(self.eviction, ChainPolicy):
             width = min(self.prompt, self._stored[0] + self._tokens)
