@@ -397,7 +397,7 @@ class LayerSlots:
         near_positions: [S, B, M] int32, -1 where there is none; [1, B, M] where slot = position, for all heads. None:
             they lie in sinks and a ring.
         near_slots: the same, the slot in `values` of each.
-        pages: [B, A] segments of each page's minima and maxima [2 D]; None where pages are not used.
+        pages: [B, A] segments of a reader's index, one vector for each page; None where all is read.
         index: [H_kv] int64, `order` on the device; None where it is the heads' own. Copied there where it is not given.
         elsewhere: how many heads are stored elsewhere. Queries and outputs have them too.
     """

@@ -255,8 +255,9 @@ class PodCache(Cache):
             stored += anchors * spec.nbytes(length, dim, itemsize, is_key=True)
             return streamed + batch * (stored + (total - anchors) * near * dim * itemsize)
         if isinstance(self.eviction, ReadSelector):
-            vectors += 2 * anchors * self.eviction.pages(length)
-        return streamed + batch * self.config.head_dim * itemsize * vectors
+            pages = anchors * self.eviction.pages(length)
+            streamed += batch * itemsize * pages * self.eviction.index_width(dim)
+        return streamed + batch * dim * itemsize * vectors
 
     def storages(self) -> list[Tensor]:
         """Every tensor that `nbytes` counts."""

@@ -51,11 +51,9 @@ from pod_kernels import (
     TriangleMix,
     cached_attention,
     paged_attention,
-    refresh_pages,
     shared_score_attention,
 )
 from pod_kernels.dispatch import runs_triton
-from pod_kernels.pages import page_bounds
 from pod_kernels.quantized import dequantized
 from pod_kernels.segments import Change, Chosen, KeptOnDevice
 from pod_kernels.triangle import triangle_attention
@@ -561,9 +559,8 @@ class SlotStorage(Storage):
         return new if index is None else new[index]
 
     def _refresh_pages(self, layer: Layer, before: Tensor, after: Tensor, most: int) -> None:
-        if layer.num_anchors and layer.pages is not None and layer.pages.widest:
-            page_size = self.selector.page_size
-            refresh_pages(layer.pages.rectangle, layer.keys.rectangle, before, after, page_size, most)
+        if layer.num_anchors and layer.pages is not None:
+            self.selector.refresh(layer.pages.rectangle, layer.keys.rectangle, before, after, most)
 
     def draft_by(self, reader: ReadSelector | None) -> None:
         self.selector = reader
@@ -753,7 +750,7 @@ class SlotStorage(Storage):
             asked = stored.stored(q.unflatten(1, (stored.kv_heads, -1))[:, :, :, 0].transpose(0, 1))[:anchors]
             pages, used = stored.pages.rectangle, self.selector.pages(step.length)
             parts = [
-                method.choose(page_bounds(asked[:, rows], pages[:, rows, :used]), step.positions[rows])
+                method.choose(asked[:, rows], pages[:, rows, :used], step.positions[rows])
                 for method, rows in runs_of(self.selector, self.rows.budgets)
             ]
             # Several parts are rows whose shares of their prompts differ.
@@ -894,7 +891,8 @@ class SlotStorage(Storage):
 
     def _empty_pages(self, layer: int, dtype: torch.dtype, device: torch.device) -> Segments:
         sizes = self.selector.pages(self._sizes(layer)[: self.num_anchors[layer]])
-        return Segments.packed(sizes, sizes.shape[1], 2 * self.config.head_dim, dtype=dtype, device=device)
+        width = self.selector.index_width(self.config.head_dim)
+        return Segments.packed(sizes, sizes.shape[1], width, dtype=dtype, device=device)
 
     def _layer(self, layer: int, **parts: Any) -> Layer:
         # Under `share: kv` the anchors' heads are the layer's.

@@ -383,28 +383,44 @@ class Eviction(Method):
 class ReadSelector(Method):
     """A method that keeps every token, in pages, and chooses at each decoded token which of them are read.
 
+    It chooses by an index of the anchors' keys that the storage keeps for it: some numbers for each page.
+
     Attributes:
-        page_size: tokens of a page.
         dense_layers: so many first layers read everything.
     """
 
-    page_size: int
     dense_layers: int
 
+    @abstractmethod
     def pages(self, length: int | np.ndarray) -> int | np.ndarray:
         """Pages of `length` tokens, or of each of several lengths."""
-        return -(-length // self.page_size)
 
     @abstractmethod
-    def choose(self, bounds: Tensor, positions: Tensor) -> Tensor:
+    def index_width(self, dim: int) -> int:
+        """Numbers of a page in the index, of the keys' dtype; keys have `dim`."""
+
+    @abstractmethod
+    def refresh(self, index: Tensor, keys: Tensor, before: Tensor, after: Tensor, most: int) -> None:
+        """Bring the index up to date for the tokens at positions before .. after - 1 of each row.
+
+        Args:
+            index: [A, B, P, index_width]; written in place.
+            keys: [A, B, N, D], slot = position.
+            before, after: [B] int64.
+            most: the most tokens between them.
+        """
+
+    @abstractmethod
+    def choose(self, q: Tensor, index: Tensor, positions: Tensor) -> Tensor:
         """The positions that one query reads.
 
         Args:
-            bounds: [A, B, P] float32, how large the product of a page's keys and the query can be at most.
+            q: [A, B, G, D].
+            index: [A, B, P, index_width], the pages of the longest row.
             positions: [B, 1] int64, the query's position in each row, -1 for padding.
 
         Returns:
-            [A, B, R] int64, best page first; -1 for none.
+            [A, B, R] int64, each position at most once; -1 for none.
         """
 
 

@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pod.eviction.base import ReadSelector, check_budget, check_types
+from pod_kernels.pages import page_bounds, refresh_pages
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,17 @@ class Quest(ReadSelector):
     def least(self, sinks: int, groups: int) -> int:
         return self.page_size
 
-    def choose(self, bounds: Tensor, positions: Tensor) -> Tensor:
-        used = bounds.shape[2]
+    def pages(self, length: int | np.ndarray) -> int | np.ndarray:
+        return -(-length // self.page_size)
+
+    def index_width(self, dim: int) -> int:
+        return 2 * dim
+
+    def refresh(self, index: Tensor, keys: Tensor, before: Tensor, after: Tensor, most: int) -> None:
+        refresh_pages(index, keys, before, after, self.page_size, most)
+
+    def choose(self, q: Tensor, index: Tensor, positions: Tensor) -> Tensor:
+        bounds, used = page_bounds(q, index), index.shape[2]
         number = torch.arange(used, device=bounds.device)
         newest = positions.div(self.page_size, rounding_mode="floor")  # [B, 1]
         bounds = bounds.masked_fill(number > newest, -torch.inf).masked_fill(number == newest, torch.inf)

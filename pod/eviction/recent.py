@@ -43,9 +43,15 @@ class RecentReader(ReadSelector):
     def pages(self, length):
         return 0 * length
 
-    def choose(self, bounds: Tensor, positions: Tensor) -> Tensor:
+    def index_width(self, dim):
+        return 0
+
+    def refresh(self, index, keys, before, after, most):
+        pass
+
+    def choose(self, q: Tensor, index: Tensor, positions: Tensor) -> Tensor:
         number = torch.arange(self.budget, device=positions.device)
         # A row's last tokens, newest first, and behind them the sinks that are not among these.
         recent, sinks = positions - number[: self.budget - self.sinks], number[: self.sinks].expand(len(positions), -1)
         recent = recent.masked_fill(recent < self.sinks, -1)
-        return torch.cat([recent, sinks.masked_fill(sinks > positions, -1)], dim=1).expand(len(bounds), -1, -1)
+        return torch.cat([recent, sinks.masked_fill(sinks > positions, -1)], dim=1).expand(len(q), -1, -1)

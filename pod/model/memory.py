@@ -438,7 +438,7 @@ class Inference:
         if method is None:
             return total, min(total, near + CROP_SLACK), 0
         if isinstance(method, ReadSelector):
-            pages = 2 * self.shape.head_dim * self.itemsize * method.pages(total)
+            pages = method.index_width(self.shape.head_dim) * self.itemsize * method.pages(total)
             return total, min(total, near + CROP_SLACK), pages / total
         if isinstance(method, ChainPolicy):
             slots = method.chain(self).slots

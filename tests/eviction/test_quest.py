@@ -1,6 +1,7 @@
 """Quest: the pages that are read and the outputs are those of a plain simulation; nothing else is read; bytes."""
 
 import copy
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from test_cascade import DIM, HEADS, KV_HEADS, config_of
 from tiny_models import ANCHORS, DENSE, assert_close, build, fed, tokens
 
 import pod
-from pod.eviction import Quest
+from pod.eviction import Quest, ReadSelector
 
 GROUPS = HEADS // KV_HEADS
 MODELS = [
@@ -189,6 +190,51 @@ def test_bytes_are_those_without_eviction_and_the_pages(which):
     assert cache.nbytes() == plain + 2 * anchors * 4 * (2 * DIM) * 4 == cache.expected_nbytes(61, batch=2, itemsize=4)
     assert cache.nbytes() == sum(storage.untyped_storage().nbytes() for storage in cache.storages())
     assert (cache.positions(0) >= 0).sum() == 2 * 2 * 5
+
+
+@dataclass(frozen=True)
+class OfMeans(ReadSelector):
+    """A reader of one's own: the newest token, and the pages of three whose sum of keys is nearest to the query."""
+
+    budget: int
+    dense_layers: int = 0
+
+    def pages(self, length):
+        return -(-length // 3)
+
+    def index_width(self, dim):
+        return dim
+
+    def refresh(self, index, keys, before, after, most):
+        for row, held in enumerate(after.tolist()):
+            for first in range(0, held, 3):
+                index[:, row, first // 3] = keys[:, row, first : min(first + 3, held)].sum(dim=1)
+
+    def choose(self, q, index, positions):
+        best = (q.sum(dim=2, keepdim=True) @ index.mT)[:, :, 0].topk(min(index.shape[2], self.budget // 3)).indices
+        read = (best[..., None] * 3 + torch.arange(3)).flatten(2)
+        read = read.masked_fill(read >= positions, -1)
+        return torch.cat([read, positions.expand(len(read), -1, -1)], dim=-1)
+
+
+@pytest.mark.parametrize("which", MODELS)
+def test_a_reader_of_ones_own_has_its_index_and_reads_what_it_chooses(which):
+    model, ids = build(*which), tokens(2, 31)
+    mask = (torch.arange(31) >= torch.tensor([0, 9])[:, None]).long()
+    caches = [pod.PodCache(model.config, max_length=31, eviction=one) for one in (OfMeans(33), OfMeans(6), None)]
+    all_read, some_read, plain = [
+        (fed(model, one, ids[:, :22], mask), fed(model, one, ids[:, 22:], mask, (1,) * 9))[1] for one in caches
+    ]
+    assert_close(all_read, plain)
+    assert (some_read - plain).abs().max() > 1e-2
+    index = model.config.blocks.num_blocks * 2 * 11 * DIM * 4
+    assert caches[1].nbytes() == caches[2].nbytes() + index == caches[1].expected_nbytes(31, batch=2, itemsize=4)
+    for layer in {anchor for row in model.config.blocks.anchors.tolist() for anchor in row}:
+        held = caches[1]._storage.layers[layer]
+        for row, length in ((0, 31), (1, 22)):
+            sums = torch.nn.functional.pad(held.keys.rectangle[:, row, :length], (0, 0, 0, -length % 3))
+            sums = sums.unflatten(1, (-1, 3)).sum(dim=2)
+            torch.testing.assert_close(held.pages.rectangle[:, row, : sums.shape[1]], sums)
 
 
 @pytest.mark.parametrize(
