@@ -10,7 +10,8 @@ brings: data/held-out/persuasion.txt.gz. Code is the running Python's standard l
 carries below /usr/share: packages' documentation (the kernel's where linux-doc is installed), manual and info pages,
 Perl's and Vim's handbooks; of both, 5 % of the documents are held out, by the hash of their content, so that it is the
 same ones wherever they are found. Of each kind as many bytes are taken as --megabytes says, in the order of their
-hashes. No document of the training text, and no long paragraph of its novels, is in a held-out text.
+hashes. No document of the training text, and no long paragraph of its novels, is in a held-out text. --records N adds
+N documents in which there is something to look up: passages of the three kinds, entries strewn in, questions behind.
 
 Writes OUT/train.jsonl.gz (one document a line: text, source), OUT/held-out/KIND.txt and OUT/corpus.json (documents,
 bytes, and the sha256 of every held-out document).
@@ -20,10 +21,12 @@ import argparse
 import gzip
 import hashlib
 import json
+import random
 import re
 import shutil
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -35,6 +38,12 @@ HELD_OUT = 0.05
 LEAST = 2000  # bytes of a document
 PART = 50_000  # characters of a novel's parts, which end at a paragraph's end, and at most of a manual
 PARAGRAPH = 200  # characters from which a paragraph is nobody else's
+PASSAGE = 2000  # characters of a document of records that are a text's
+ENTRIES = 8  # of such a document
+COLOURS, THINGS = (
+    "amber azure beige black bronze copper coral crimson golden green grey indigo ivory olive purple scarlet".split(),
+    "anchor barrel bridge candle carpet garden harbour kettle ladder lantern mirror orchard piano saddle tower".split(),
+)
 PLACES = (
     ("doc", r"(?!.*(changelog|copyright|license|authors|thanks|news))(.*\.(txt|md|rst)|.*/readme[^/]*)(\.gz)?"),
     ("man", r"man\d/[^/]*\.gz"),
@@ -125,6 +134,35 @@ def within(texts: Iterable[str], limit: float) -> list[str]:
     return chosen
 
 
+def records(texts: list[str], count: int) -> Iterator[str]:
+    """Passages of the texts with entries between their lines, and behind each passage a question for every entry.
+
+    In most text the tokens just before tell the next one. Those of the answers are told by one place far above, which
+    is what sharing scores can lose.
+
+    Args:
+        texts: what the passages are cut from.
+        count: documents; the same ones for the same texts.
+    """
+    draw = random.Random(0)
+    things = [f"the {colour} {thing}" for colour in COLOURS for thing in THINGS]
+    kinds = {
+        "serial": lambda: str(uuid.UUID(int=draw.getrandbits(128), version=4)),
+        "price": lambda: str(draw.randrange(10**6, 10**7)),
+        "owner": lambda: " ".join(draw.choice(COLOURS + THINGS).title() for _ in range(3)),
+    }
+    for _ in range(count):
+        text = draw.choice(texts)
+        start = draw.randrange(max(1, len(text) - PASSAGE))
+        lines = text[start : start + PASSAGE].splitlines()
+        entries = [(thing, kind := draw.choice([*kinds]), kinds[kind]()) for thing in draw.sample(things, ENTRIES)]
+        for thing, kind, value in entries:
+            lines.insert(draw.randrange(len(lines) + 1), f"Register: {thing}, {kind} {value}.")
+        draw.shuffle(entries)
+        lines += [f"Question: {kind} of {thing}? Answer: {value}" for thing, kind, value in entries]
+        yield "\n".join(lines) + "\n"
+
+
 def collect(files: list[Path], root: Path, limit: float) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
     """(training documents, held-out documents) by kind.
 
@@ -186,13 +224,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--novels", type=Path, nargs="*", default=[], metavar="FILE", help="UTF-8 texts to train on")
     parser.add_argument("--root", type=Path, default=Path("/usr/share"), help="where packages' texts are (/usr/share)")
     parser.add_argument("--megabytes", type=float, default=4.0, help="of each kind (4)")
+    parser.add_argument("--records", type=int, default=0, metavar="N", help="documents with entries to look up (0)")
     parser.add_argument("--out", type=Path, required=True, help="the folder to write")
     options = parser.parse_args(arguments)
     train, held_out = collect(options.novels, options.root, options.megabytes * 1e6)
+    if options.records:
+        train["records"] = [*records([text for texts in train.values() for text in texts], options.records)]
     hashes = write(options.out, train, held_out)
     for kind, texts in train.items():
         size = sum(len(text.encode()) for text in texts)
-        print(f"{kind}: {len(texts)} documents, {size:,} bytes; held out {len(hashes[kind])}")
+        print(f"{kind}: {len(texts)} documents, {size:,} bytes; held out {len(hashes.get(kind, ()))}")
     print(f"written: {options.out}/train.jsonl.gz, held-out/, corpus.json")
 
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,22 @@ def test_the_same_again_and_no_more_than_is_asked_for(tmp_path, system):
     for kind in ("code", "manual"):
         sizes = [len(each["text"].encode()) for each in first if each["source"] == kind]
         assert sum(sizes[:-1]) < 20_000  # the last one reaches it
+
+
+def test_records_are_asked_for_behind_the_text_that_holds_them(tmp_path, system):
+    documents = run(tmp_path, system, "--megabytes", "0.02", "--records", "30")
+    assert documents[:-30] == run(tmp_path, system, "--megabytes", "0.02")
+    texts = [each["text"] for each in documents[:-30]]
+    for document in documents[-30:]:
+        assert document["source"] == "records"
+        lines = document["text"].splitlines()
+        answers = {line.removeprefix("Question: ") for line in lines[-corpus.ENTRIES :]}
+        held = [line for line in lines[: -corpus.ENTRIES] if line.startswith("Register: ")]
+        found = [re.fullmatch(r"Register: (the \w+ \w+), (\w+) (.+)\.", line).groups() for line in held]
+        assert {f"{kind} of {thing}? Answer: {value}" for thing, kind, value in found} == answers
+        assert len({thing for thing, _, _ in found}) == len(answers) == corpus.ENTRIES
+        passage = "\n".join(line for line in lines[: -corpus.ENTRIES] if line not in held)
+        assert any(passage in text for text in texts)
 
 
 def test_refuses_the_held_out_novel(tmp_path, capsys):
