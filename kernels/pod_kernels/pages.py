@@ -1,27 +1,57 @@
-"""Pages of keys: what bounds a query's products with them, and attention of one query to some pages only.
+"""Pages of keys: what stands for each of them, and attention of one query to some positions only.
 
 A page is `page_size` consecutive positions of one row and KV head. The channel-wise minimum and maximum of its keys
-bound every product with one of them from above (Quest, arXiv 2406.10774, section 3.3).
+bound every product with one of them from above (Quest, arXiv 2406.10774, section 3.3); their mean is its landmark
+(ShadowKV, arXiv 2410.21465, section 4.1).
 
 Legend: B rows, H_kv KV heads, A of them anchors of the layer (they come first), G query heads per KV head, N stored
 positions, P pages, R positions that are read, D head dimension.
 """
 
+from collections.abc import Callable
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pod_kernels.segments import HeadOf, LayerSlots, products, weighted
 
 
-def refresh_pages(pages: Tensor, keys: Tensor, before: Tensor, after: Tensor, page_size: int, most: int) -> None:
-    """Bring minima and maxima up to date for the tokens at positions before .. after - 1 of each row.
+def extremes(keys: Tensor, is_held: Tensor) -> Tensor:
+    """[A, B, W, 2 D]: the minima of pages of keys [A, B, W, page_size, D], then the maxima.
+
+    is_held: [1, B, W, page_size, 1] bool, the page has such a token.
+    """
+    low, high = keys.masked_fill(~is_held, torch.inf).amin(dim=3), keys.masked_fill(~is_held, -torch.inf).amax(dim=3)
+    return torch.cat([low, high], dim=-1)
+
+
+def landmarks(keys: Tensor, is_held: Tensor) -> Tensor:
+    """[A, B, W, D + 1]: the mean of each page's keys, and the smallest cosine of one of them with it; as `extremes`."""
+    keys = keys.float()
+    mean = (keys * is_held).sum(dim=3) / is_held.sum(dim=3).clamp(min=1)
+    cosine = F.cosine_similarity(keys, mean[:, :, :, None], dim=-1).masked_fill(~is_held[..., 0], 1)
+    return torch.cat([mean, cosine.amin(dim=3)[..., None]], dim=-1)
+
+
+def refresh_pages(
+    pages: Tensor,
+    keys: Tensor,
+    before: Tensor,
+    after: Tensor,
+    page_size: int,
+    most: int,
+    summary: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    """Bring what stands for pages up to date for the tokens at positions before .. after - 1 of each row.
 
     Args:
-        pages: [A, B, P, 2 D], minima then maxima; written in place.
+        pages: [A, B, P, width]; written in place.
         keys: [A, B, N, D], slot = position.
         before, after: [B] int64.
         page_size: tokens of a page.
         most: the most tokens between `before` and `after`.
+        summary: `extremes` (of width 2 D) or `landmarks` (D + 1).
     """
     heads, batch, _, dim = keys.shape
     place = torch.arange((most + page_size - 2) // page_size + 1, device=keys.device)
@@ -31,8 +61,8 @@ def refresh_pages(pages: Tensor, keys: Tensor, before: Tensor, after: Tensor, pa
     is_held = (slot < after[:, None, None])[None, ..., None]
     index = slot.clamp(max=keys.shape[2] - 1).flatten(1)[None, :, :, None].expand(heads, -1, -1, dim)
     held = keys.gather(2, index).unflatten(2, slot.shape[1:])
-    low, high = held.masked_fill(~is_held, torch.inf).amin(dim=3), held.masked_fill(~is_held, -torch.inf).amax(dim=3)
-    pages.scatter_(2, page[None, :, :, None].expand(heads, -1, -1, 2 * dim), torch.cat([low, high], dim=-1))
+    new = summary(held, is_held).to(pages.dtype)
+    pages.scatter_(2, page[None, :, :, None].expand(heads, -1, -1, new.shape[-1]), new)
 
 
 def page_bounds(q: Tensor, pages: Tensor) -> Tensor:

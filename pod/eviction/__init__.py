@@ -8,7 +8,7 @@ keys.py                Knorm, KeyDiff, LagKV, Q-Filters: scores of what is store
 kvzip.py               KVzip: what is looked at while the context is repeated, of all layers together
 combined.py            one method's scores under another's allocation
 streaming.py, cascade.py    methods that keep tokens by their places
-quest.py, recent.py    keep all, and choose what a step reads
+quest.py, shadowkv.py, recent.py    keep all, and choose what a step reads
 
 A further method: the checklist of CONTRIBUTING.md.
 """
@@ -44,6 +44,7 @@ from pod.eviction.pyramidkv import PyramidKV
 from pod.eviction.quest import Quest
 from pod.eviction.recent import RecentReader
 from pod.eviction.sagekv import SageKV
+from pod.eviction.shadowkv import ShadowKV
 from pod.eviction.snapkv import SnapKV
 from pod.eviction.streaming import LMInfinite, StreamingLLM
 from pod.eviction.tova import TOVA
@@ -70,6 +71,7 @@ METHODS: dict[str, type] = {
     "lminfinite": LMInfinite,
     "cascade": Cascade,
     "quest": Quest,
+    "shadowkv": ShadowKV,
     "recentreader": RecentReader,
 }
 
@@ -288,6 +290,7 @@ __all__ = [
     "ReadSelector",
     "RecentReader",
     "SageKV",
+    "ShadowKV",
     "Sharing",
     "SnapKV",
     "Stage",

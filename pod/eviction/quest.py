@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pod.eviction.base import ReadSelector, check_budget, check_types
-from pod_kernels.pages import page_bounds, refresh_pages
+from pod_kernels.pages import extremes, page_bounds, refresh_pages
 
 
 @dataclass(frozen=True)
@@ -59,17 +59,21 @@ class Quest(ReadSelector):
         return 2 * dim
 
     def refresh(self, index: Tensor, keys: Tensor, before: Tensor, after: Tensor, most: int) -> None:
-        refresh_pages(index, keys, before, after, self.page_size, most)
+        refresh_pages(index, keys, before, after, self.page_size, most, extremes)
+
+    def scores(self, q: Tensor, index: Tensor, newest: Tensor) -> Tensor:
+        """[A, B, P] float32 of each page, inf for those that are read whatever the query; newest: [B, 1] pages."""
+        return page_bounds(q, index).masked_fill(torch.arange(index.shape[2], device=q.device) == newest, torch.inf)
 
     def choose(self, q: Tensor, index: Tensor, positions: Tensor) -> Tensor:
-        bounds, used = page_bounds(q, index), index.shape[2]
-        number = torch.arange(used, device=bounds.device)
+        used = index.shape[2]
+        number = torch.arange(used, device=q.device)
         newest = positions.div(self.page_size, rounding_mode="floor")  # [B, 1]
-        bounds = bounds.masked_fill(number > newest, -torch.inf).masked_fill(number == newest, torch.inf)
+        scores = self.scores(q, index, newest).masked_fill(number > newest, -torch.inf)
         most = min(used, self.pages(self.budget))
-        recent_first = bounds.flip(-1).argsort(dim=-1, descending=True, stable=True)
+        recent_first = scores.flip(-1).argsort(dim=-1, descending=True, stable=True)
         best = used - 1 - recent_first[..., :most]
         count = torch.where(positions < self.budget, newest + 1, self.budget // self.page_size)
-        read = best[..., None] * self.page_size + torch.arange(self.page_size, device=bounds.device)
+        read = best[..., None] * self.page_size + torch.arange(self.page_size, device=q.device)
         is_read = (number[:most] < count)[..., None] & (read <= positions[..., None])
         return read.masked_fill(~is_read, -1).flatten(2)

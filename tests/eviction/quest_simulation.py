@@ -1,4 +1,4 @@
-"""Quest as plain Python loops: every token is at hand, one row, one query and one page at a time."""
+"""Quest and ShadowKV as plain Python loops: every token is at hand, one row, one query and one page at a time."""
 
 import math
 
@@ -78,3 +78,40 @@ class SimulatedQuest:
         q = self.q[query][layer if proximal or self.share == "keys" else anchor, asking]
         k = self.k[key][layer if proximal else anchor, head]
         return float(q @ k) / math.sqrt(q.shape[0])
+
+
+class SimulatedShadowKV(SimulatedQuest):
+    """The same with ShadowKV's choice of pages; `outliers` and `recent` are the method's."""
+
+    def __init__(self, *args, outliers: float, recent: int) -> None:
+        super().__init__(*args)
+        self.outliers, self.recent = outliers, recent
+
+    def pages(self, layer: int, head: int) -> list[int]:
+        newest, size = len(self.q) - 1, self.page_size
+        last = newest // size
+        if newest + 1 <= self.budget:
+            return list(range(last + 1))
+        read = [page for page in range(last + 1) if page > last - self.recent]
+        old = [page for page in range(last + 1) if page not in read]
+        keys = {page: [self.k[token][layer, head] for token in range(page * size, page * size + size)] for page in old}
+        means = {page: sum(keys[page]) / size for page in old}
+        chosen = self.budget // size - self.recent
+        alike = [
+            (min(float(key @ means[page] / key.norm() / means[page].norm()) for key in keys[page]), page)
+            for page in old
+        ]
+        outliers = self.first(sorted(alike), int(chosen * self.outliers))
+        others = [page for page in old if page not in outliers]
+        best = dict.fromkeys(others, 0.0)
+        for member in range(self.groups):
+            q = self.q[newest][layer, head * self.groups + member]
+            weights = softmax([float(q @ means[page]) / math.sqrt(q.shape[0]) for page in others])
+            best |= {page: max(best[page], weight) for page, weight in zip(others, weights, strict=True)}
+        ranked = sorted(((-weight, page) for page, weight in best.items()))
+        return read + outliers + self.first(ranked, chosen - len(outliers))
+
+    def first(self, ranked: list[tuple[float, int]], count: int) -> list[int]:
+        if 0 < count < len(ranked):
+            self.closest = min(self.closest, ranked[count][0] - ranked[count - 1][0])
+        return [page for _, page in ranked[:count]]

@@ -1,19 +1,20 @@
-"""Quest: the pages that are read and the outputs are those of a plain simulation; nothing else is read; bytes."""
+"""Quest and ShadowKV: the pages read and the outputs are those of plain simulations; nothing else is read; bytes."""
 
 import copy
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from quest_simulation import SimulatedQuest
+from quest_simulation import SimulatedQuest, SimulatedShadowKV
 from simulation import Ambiguous
 from test_cascade import DIM, HEADS, KV_HEADS, config_of
 from tiny_models import ANCHORS, DENSE, assert_close, build, fed, tokens
 
 import pod
-from pod.eviction import Quest, ReadSelector
+from pod.eviction import Quest, ReadSelector, ShadowKV
 
 GROUPS = HEADS // KV_HEADS
 MODELS = [
@@ -35,9 +36,11 @@ def run_both(config, method, chunks, seed=0, crop=0):
     sizes = config.sink_size, config.recent_size, config.share
     budgets = [method.budget] * rows
     if method.budget < 1:
-        budgets = [max(int(method.budget * tokens), method.page_size) for tokens in chunks[0]]
-    parts = method.page_size, method.dense_layers
-    truths = [SimulatedQuest(anchors, GROUPS, *sizes, budget, *parts) for budget in budgets]
+        budgets = [max(int(method.budget * tokens), method.least(0, 1)) for tokens in chunks[0]]
+    parts, kind = (method.page_size, method.dense_layers), SimulatedQuest
+    if isinstance(method, ShadowKV):
+        kind = partial(SimulatedShadowKV, outliers=method.outliers, recent=method.recent)
+    truths = [kind(anchors, GROUPS, *sizes, budget, *parts) for budget in budgets]
     choices = 0
     for number, new in enumerate(chunks):
         columns = max(new)
@@ -87,11 +90,15 @@ def runs(draw):
     anchors = draw(st.sampled_from([((0, 0), (0, 1), (0, 1)), ((0, 0), (1, 1)), ((0, 0), (1, 0), (2, 2), (2, 3))]))
     sizes = draw(st.integers(0, 3)), draw(st.integers(1, 8)), draw(st.sampled_from(["scores", "keys"]))
     page = draw(st.integers(1, 5))
-    method = Quest(draw(st.integers(page, 4 * page)), page, draw(st.integers(0, 2)))
+    dense, recent = draw(st.integers(0, 2)), draw(st.integers(1, 2))
+    method = Quest(draw(st.integers(page, 4 * page)), page, dense)
+    if draw(st.booleans()):
+        least = page * (recent + 1)
+        method = ShadowKV(draw(st.integers(least, least + 4 * page)), page, dense, draw(st.floats(0, 0.9)), recent)
     return [first] + [[count] * rows for count in later], anchors, sizes, method, draw(st.integers(0, 99))
 
 
-@settings(deadline=None, max_examples=20, derandomize=True)
+@settings(deadline=None, max_examples=40, derandomize=True)
 @given(runs(), st.sampled_from([0, 2]))
 def test_forwards_equal_the_simulation(run, crop):
     chunks, anchors, (sinks, recent, share), method, seed = run
@@ -103,11 +110,13 @@ def test_forwards_equal_the_simulation(run, crop):
 
 @pytest.mark.parametrize("share", ["scores", "keys"])
 @pytest.mark.parametrize("anchors", [((0, 0), (1, 1)), ((0, 0), (0, 1), (2, 1))], ids=["dense", "blocks"])
-@pytest.mark.parametrize("budget", [8, 0.5])
-def test_decoding_equals_the_simulation_step_by_step(budget, anchors, share):
+@pytest.mark.parametrize(
+    "method", [Quest(8, 4, 0), Quest(0.5, 4, 0), ShadowKV(12, 3, 0, 0.5, 1), ShadowKV(0.5, 2, 0, 0.3, 2)], ids=repr
+)
+def test_decoding_equals_the_simulation_step_by_step(method, anchors, share):
     # Odd lengths and left padding: pages count from each row's first real token, and so does a share.
     chunks = [[13, 22, 5]] + [[1, 1, 1]] * 12
-    cache, choices = run_both(config_of(anchors, share, 2, 6), Quest(budget, 4, 0), chunks)
+    cache, choices = run_both(config_of(anchors, share, 2, 6), method, chunks)
     assert choices > 20
     assert cache.nbytes() == sum(storage.untyped_storage().nbytes() for storage in cache.storages())
 
@@ -190,6 +199,9 @@ def test_bytes_are_those_without_eviction_and_the_pages(which):
     assert cache.nbytes() == plain + 2 * anchors * 4 * (2 * DIM) * 4 == cache.expected_nbytes(61, batch=2, itemsize=4)
     assert cache.nbytes() == sum(storage.untyped_storage().nbytes() for storage in cache.storages())
     assert (cache.positions(0) >= 0).sum() == 2 * 2 * 5
+    means = pod.PodCache(model.config, max_length=61, eviction=ShadowKV(40))
+    fed(model, means, tokens(2, 5))
+    assert means.nbytes() == plain + 2 * anchors * 8 * (DIM + 1) * 4 == means.expected_nbytes(61, batch=2, itemsize=4)
 
 
 @dataclass(frozen=True)
@@ -243,8 +255,11 @@ def test_a_reader_of_ones_own_has_its_index_and_reads_what_it_chooses(which):
         (dict(budget=15), "at least one page of page_size=16 tokens, got 15"),
         (dict(budget=9, page_size=0), "page_size must be at least 1 token, got 0"),
         (dict(budget=16, dense_layers=-1), "dense_layers must be >= 0, got -1"),
+        (dict(budget=39, recent=4), "39 leaves no page of 8 tokens .* recent=4 newest ones: it must be at least 40"),
+        (dict(budget=40, outliers=1.0), "outliers must be a share, 0 <= outliers < 1, got 1.0"),
+        (dict(budget=40, recent=0), "recent must be at least 1 page, got 0"),
     ],
 )
 def test_bad_values_are_named(kwargs, message):
     with pytest.raises(ValueError, match=message):
-        Quest(**kwargs)
+        (ShadowKV if {"recent", "outliers"} & {*kwargs} else Quest)(**kwargs)

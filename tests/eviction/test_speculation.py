@@ -8,9 +8,14 @@ import torch
 from tiny_models import ANCHORS, DENSE, VOCAB, assert_close, build, fed, tokens
 
 import pod
-from pod.eviction import Quest, RecentReader, SnapKV
+from pod.eviction import Quest, RecentReader, ShadowKV, SnapKV
 
-READERS = {"quest": Quest(8, page_size=4, dense_layers=0), "recent": RecentReader(6, sinks=2), "share": Quest(0.3, 2)}
+READERS = {
+    "quest": Quest(8, page_size=4, dense_layers=0),
+    "shadowkv": ShadowKV(12, page_size=3, recent=2, outliers=0.5),
+    "recent": RecentReader(6, sinks=2),
+    "share": Quest(0.3, 2),
+}
 MODELS = {
     "llama": ("llama", "scores", ANCHORS),
     "qwen3-keys": ("qwen3", "keys", ANCHORS),
@@ -23,7 +28,7 @@ def greedy(model, ids, new=16, **options):
     return model.generate(ids, **options)
 
 
-SOME = {("quest", "llama"), ("recent", "dense"), ("share", "qwen3-keys")}
+SOME = {("quest", "llama"), ("shadowkv", "qwen3-keys"), ("recent", "dense"), ("share", "qwen3-keys")}
 
 
 @pytest.mark.parametrize(
