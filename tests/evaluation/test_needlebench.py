@@ -4,6 +4,7 @@ import json
 import random
 
 import pytest
+from scripts import script
 from transformers import ByT5Tokenizer
 
 from pod.evaluation import needlebench, runner
@@ -208,3 +209,24 @@ def test_the_command(ckpt, folder, tmp_path, capsys, monkeypatch):
     ]:
         assert needlebench.main([*arguments, *more]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_needles_of_our_own_are_asked_for(ckpt, tmp_path, capsys):
+    data, out = tmp_path / "needles", tmp_path / "out"
+    assert script("eval/made_needles.py").main(["--out", str(data)]) == 0
+    arguments = ["--ckpt", str(ckpt), "--data", str(data), "--lengths", "500", "--depths", "0,50,100", "--buffer", "50"]
+    assert (
+        needlebench.main([*arguments, "--repeats", "1", "--limit", "1", "--max-new-tokens", "2", "--out", str(out)])
+        == 0
+    )
+    capsys.readouterr()
+    wanted = {path.stem: json.loads(path.read_text())["reference"] for path in out.glob("*.jsonl")}
+    needle, thing = wanted["single-English"]
+    assert needle.endswith(f"lies the {thing}.") and len(set(wanted["multi_retrieval-English"])) == 3
+    assert {wanted[f"multi_reasoning_{count}-English"] for count in (2, 3, 4, 5)} <= {
+        "Carl",
+        "Dora",
+        "Emil",
+        "Fay",
+        "Ann",
+    }
