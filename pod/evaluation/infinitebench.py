@@ -125,8 +125,8 @@ def filled(task: str, sample: dict[str, Any]) -> tuple[str, str]:
 def truncate(tokenizer: PreTrainedTokenizerBase, text: str, window: int) -> str:
     """The text, or its first and last `window // 2` tokens where it has more than `window`.
 
-    Both ends are decoded together, without special tokens. Tokenised again, that may be more or fewer tokens: the
-    authors' script has it so.
+    Both ends are decoded together, and so is a text that fits, without special tokens: what is spelt like one goes.
+    Tokenised again, that may be more or fewer tokens: the authors' script has it so.
 
     Raises:
         ValueError: the window is below 2.
@@ -134,9 +134,9 @@ def truncate(tokenizer: PreTrainedTokenizerBase, text: str, window: int) -> str:
     if window < 2:
         raise ValueError(f"a window must be at least 2 tokens, got {window}: give larger --windows")
     ids = tokenise(tokenizer, text)
-    if len(ids) <= window:
-        return text
-    return tokenizer.decode(ids[: window // 2] + ids[-(window // 2) :], skip_special_tokens=True)
+    if len(ids) > window:
+        ids = ids[: window // 2] + ids[-(window // 2) :]
+    return tokenizer.decode(ids, skip_special_tokens=True)
 
 
 def make_requests(

@@ -139,20 +139,18 @@ def load_samples(data: str, task: str) -> list[dict[str, Any]]:
 def truncate(tokenizer: PreTrainedTokenizerBase, task: str, document: str, most: int) -> str:
     """A document of at most `most` tokens: as many words of its beginning, then 250 fewer each time; of codeU its end.
 
+    Where that would be fewer than no words, the authors' index turns round: so many words go from the other end.
+
     Raises:
         ValueError: `most` is below 1.
     """
     if most < 1:
         raise ValueError(f"a document needs at least 1 token, got {most}: give a larger --max-length")
     fewer = 0
-    while len(tokenise(tokenizer, document)) > most:
+    while document and len(tokenise(tokenizer, document)) > most:
         pieces = document.split(" ")
-        # Where no words are left, the authors' index turns round; a document of one endless word is then empty.
-        kept = max(0, most - fewer)
-        document = " ".join(pieces[len(pieces) - min(kept, len(pieces)) :] if task == "codeU" else pieces[:kept])
+        document = " ".join(pieces[fewer - most :] if task == "codeU" else pieces[: most - fewer])
         fewer += 250
-        if not kept:
-            break
     return document
 
 

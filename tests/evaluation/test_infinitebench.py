@@ -53,6 +53,7 @@ def test_truncation_where_decoding_and_encoding_changes_the_length():
     assert cut == "ca" + "bbc" == infinitebench.truncate(tokenizer, text, 7)
     assert runner.encode(tokenizer, runner.Request("0", cut, 1)) == [0, 3, 4, 2, 3]
     assert infinitebench.truncate(tokenizer, text, 17) == text
+    assert infinitebench.truncate(tokenizer, "ca<s>b", 17) == "cab"  # a text that fits is decoded too
     assert infinitebench.truncate(tokenizer, text, 16) == "caa" + "c" * 9 + "bbc"
     with pytest.raises(ValueError, match="at least 2 tokens, got 1"):
         infinitebench.truncate(tokenizer, text, 1)

@@ -127,6 +127,10 @@ def test_documents_are_cut_by_words_until_they_fit(tokenizer):
     assert leval.truncate(tokenizer, "codeU", document, 600) == " ".join(words[-100:])
     assert leval.truncate(tokenizer, "tpo", "x" * 700, 600) == ""  # one word without end
     assert leval.truncate(tokenizer, "codeU", "x" * 700, 600) == ""
+    # 240 pieces are all there are, then 250 fewer are ten fewer than none: ten go from the other end.
+    long, short = " ".join(["x" * 50] * 10), " ".join(["y"] * 30)
+    assert leval.truncate(tokenizer, "tpo", f"{short} {long}", 240) == short
+    assert leval.truncate(tokenizer, "codeU", f"{long} {short}", 240) == short
     (text,) = texts(tokenizer, "gsm100", EXAM | {"input": document}, most=600)
     assert text == leval.SYSTEM["gsm100"] + " ".join(words[:100]) + "\n\nWho?\nA. Ann\nB. Bob"
     with pytest.raises(ValueError, match="at least 1 token, got 0"):

@@ -361,6 +361,8 @@ def test_ruler(prediction, wanted, match, score):
 
 def test_ruler_is_the_mean_and_refuses_what_it_cannot_score():
     assert metrics.ruler(["a b", "a", ""], [["a", "b"]] * 3) == 50.0
+    # 23 of 160 are 14.375: a quotient times 100, as the authors have it, falls just below.
+    assert metrics.ruler(["a"] * 23 + [""] * 137, [["a"]] * 160) == 14.37
     for arguments, message in [(([], []), "nothing"), ((["x"], [[]]), "nothing"), ((["x"], []), "1 predictions")]:
         with pytest.raises(ValueError, match=message):
             metrics.ruler(*arguments)

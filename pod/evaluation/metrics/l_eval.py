@@ -54,7 +54,8 @@ def leval(task: str, predictions: Sequence[str], references: Sequence[str], roug
     pairs = list(zip(predictions, references, strict=True))
     if task in GROUPS["Summ"]:
         kinds = ROUGES[1:] if rouge == "geometric_mean" else [rouge]
-        means = [_mean([rouge_score(*pair, kind) for pair in pairs]) for kind in kinds]
+        # Of summaries the authors take the mean of what is per cent already, and the last place may depend on it.
+        means = [_mean([100 * rouge_score(*pair, kind) for pair in pairs], 1.0) for kind in kinds]
         return round(means[0] if len(means) == 1 else (means[0] * means[1] * means[2]) ** (1 / 3), 4)
     if task in GROUPS["QA"]:
         return round(_mean([token_f1(*pair) for pair in pairs]), 4)
@@ -63,12 +64,12 @@ def leval(task: str, predictions: Sequence[str], references: Sequence[str], roug
     return round(sum(parts) / len(parts), 4)
 
 
-def _mean(scores: list[float]) -> float:
+def _mean(scores: list[float], factor: float = 100.0) -> float:
     """0..100, added up one by one as the authors do: newer Pythons' `sum` rounds differently."""
     total = 0.0
     for score in scores:
         total += score
-    return 100.0 * total / len(scores)
+    return factor * total / len(scores)
 
 
 def _parts(task: str, pairs: list[tuple[str, str]]) -> list[list[tuple[str, str]]]:

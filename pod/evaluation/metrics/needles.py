@@ -31,7 +31,7 @@ def ruler(predictions: Sequence[str], answers: Sequence[Sequence[str]], match: s
         text = re.sub(r"[\x00-\x1f]", "\n", prediction).strip().lower()
         hits = [answer.lower() in text for answer in wanted]
         total += any(hits) if match == "any" else sum(hits) / len(hits)
-    return round(100 * total / len(predictions), 2)
+    return round(total / len(predictions) * 100, 2)  # in the authors' order: the last place may depend on it
 
 
 def needlebench(kind: str, prediction: str, reference: str | Sequence[str]) -> float:
