@@ -174,14 +174,20 @@ def _place(lines: list[list[int]], depth: float) -> int:
 
 
 def generate_greedily(
-    model: PreTrainedModel, input_ids: Tensor, count: int, question: int = 0, cache: Cache | None = None
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    count: int,
+    question: int = 0,
+    cache: Cache | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Tensor:
     """[B, T] -> the next `count` tokens [B, count], greedily, with `cache` or the model's own default cache.
 
-    Where the cache's method has `query_aware=False`, the `question` last tokens are read after it has evicted.
+    Where the cache's method has `query_aware=False`, the `question` last tokens are read after it has evicted; the
+    tokenizer makes KVzip's requests.
     """
     if isinstance(cache, PodCache) and asks_apart(cache.eviction):
-        read_context(model, cache, input_ids, question)
+        read_context(model, cache, input_ids, question, tokenizer=tokenizer)
     output = model.generate(
         input_ids,
         attention_mask=torch.ones_like(input_ids),
@@ -274,8 +280,8 @@ def evaluate(options: argparse.Namespace, text: str) -> dict:
             )
             for variant in variants:
 
-                def generate(model, input_ids, count, question, factory=variant.cache_factory):
-                    return generate_greedily(model, input_ids, count, question, factory and factory(model))
+                def generate(model, input_ids, count, question, factory=variant.cache_factory, by=tokenizer):
+                    return generate_greedily(model, input_ids, count, question, factory and factory(model), by)
 
                 label = f"{label_of(ckpt, variant.name)} at {length}"
                 scores = passkey_accuracy(variant.model, tokenizer, asked, options.batch_size, generate, label)

@@ -2,14 +2,16 @@
 
     python eval/trade_off.py --ckpt checkpoints/tiny-base checkpoints/tiny/export
     python eval/trade_off.py --ckpt exports/dense exports/pod --methods snapkv:window=16+cascade --budgets 128,256,512
+    python eval/trade_off.py --ckpt exports/dense exports/pod --methods kvzip+snapkv:query_aware=false --texts 0
 
 Quality is pass-key accuracy (the question is in the observation window) and bits per byte of held-out text that goes
 through the cache --stream tokens at a time. Bytes are measured on the cache's storages at the end of a prompt with its
 answer, and at the end of a text. A budget counts every kept token, sinks too, so that all methods keep equally many.
 Quest keeps all and reads a budget's worth, at decoded tokens only: it shows in the pass keys, its bits per byte are
-those without eviction. Writes trade_off.json after every point, then trade_off.md and trade_off.png; the same command
-goes on where a killed run stopped, and one with more methods, budgets or checkpoints keeps the points that are there.
-The first of --ckpt is the one to compare with.
+those without eviction. --texts 0 leaves the texts out, and is what methods need that read the question after the
+eviction. The first of --ckpt is the one to compare with: shares of its pass keys are paired by prompt, with 95 %
+intervals. Writes trade_off.json after every point, then trade_off.md and trade_off.png; the same command goes on where
+a killed run stopped, and one with more methods, budgets or checkpoints keeps the points that are there.
 """
 
 import argparse
@@ -24,6 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from pod import eviction
 from pod.cache import PodCache
 from pod.evaluation import command, models, report, runner
+from pod.evaluation.intervals import of_first
 from pod.evaluation.models import label_of
 from pod.evaluation.passkey import PHRASES, generate_greedily, passkey_accuracy, passkey_prompts
 from pod.evaluation.perplexity import check_streamed, perplexity
@@ -49,17 +52,19 @@ def with_budget(text: str, budget: int) -> Method:
 
 
 def planned(
-    loaded: dict[str, PreTrainedModel], methods: list[str], budgets: list[int]
+    loaded: dict[str, PreTrainedModel], methods: list[str], budgets: list[int], streamed: bool
 ) -> list[tuple[str, str, int | None, models.Variant]]:
     """(checkpoint, method, budget, variant) of every point; without eviction first, method "none" and budget None.
 
     Raises:
-        ValueError: a method or budget that cannot be, in any of the models; the same point twice.
+        ValueError: a method or budget that cannot be, in any of the models, or with texts that are `streamed`; the same
+            point twice.
     """
     points = []
     keys = [(text, budget) for text in methods for budget in budgets]
     wanted = [with_budget(*key) for key in keys]
-    check_streamed(wanted)
+    if streamed:
+        check_streamed(wanted)
     for ckpt, model in loaded.items():
         variants = models.variants(models.as_pod(model), wanted)
         points += [(ckpt, *key, one) for key, one in zip([(models.NO_EVICTION, None), *keys], variants, strict=True)]
@@ -99,12 +104,13 @@ def measure(
     method: Method | None,
     options: argparse.Namespace,
     label: str,
-) -> dict[str, float]:
+) -> dict[str, float | list[float]]:
     """One point.
 
     Returns:
-        passkey (0..1), bits_per_byte, nats_per_token, and per row of a batch: passkey_bytes, text_bytes and what a
-        dense model keeps of as many tokens without eviction, passkey_dense_bytes and text_dense_bytes.
+        passkey (0..1), its passkey_samples (of each prompt), bits_per_byte, nats_per_token, and per row of a batch:
+        passkey_bytes, text_bytes and what a dense model keeps of as many tokens without eviction, passkey_dense_bytes
+        and text_dense_bytes. What is of texts is left out where there are none.
     """
     depths = [index / (options.depths - 1) for index in range(options.depths)]
     length = options.length
@@ -115,10 +121,18 @@ def measure(
 
     def generate(model: PreTrainedModel, input_ids: torch.Tensor, count: int, question: int) -> torch.Tensor:
         new_tokens.append(count)
-        return generate_greedily(model, input_ids, count, question, asked.new_cache(model, length + count))
+        return generate_greedily(model, input_ids, count, question, asked.new_cache(model, length + count), tokenizer)
 
     asked, streamed = Kept(method), Kept(method)
     scores = passkey_accuracy(model, tokenizer, prompts, options.batch_size, generate, f"{label}: pass keys")
+    found = {
+        "passkey": sum(scores) / len(scores),
+        "passkey_samples": scores,
+        "passkey_bytes": asked.measure(),
+        "passkey_dense_bytes": token_bytes * (length + max(new_tokens)),
+    }
+    if not options.texts:
+        return found
     losses = perplexity(
         model,
         stretches(ids, length, options.texts, options.batch_size),
@@ -127,12 +141,9 @@ def measure(
         lambda: streamed.new_cache(model, length - 1),
         label=f"{label}: text",
     )
-    return {
-        "passkey": sum(scores) / len(scores),
+    return found | {
         "bits_per_byte": losses.bits_per_byte,
         "nats_per_token": losses.loss,
-        "passkey_bytes": asked.measure(),
-        "passkey_dense_bytes": token_bytes * (length + max(new_tokens)),
         "text_bytes": streamed.measure(),
         "text_dense_bytes": token_bytes * (length - 1),
     }
@@ -150,6 +161,11 @@ def read_points(path: Path) -> dict[tuple[str, str], dict]:
     points = content.get("points") if isinstance(content, dict) else None
     if not isinstance(points, list) or not all(isinstance(p, dict) and {"ckpt", "eviction"} <= set(p) for p in points):
         raise ValueError(f"{path}: not the points of an earlier run: choose another --out, or remove the file")
+    if not all("passkey_samples" in point for point in points):
+        raise ValueError(
+            f"{path}: points of an earlier version, without each prompt's score, which intervals need: choose another "
+            "--out, or remove the file"
+        )
     return {(point["ckpt"], point["eviction"]): point for point in points}
 
 
@@ -159,15 +175,18 @@ def run(options: argparse.Namespace) -> list[dict]:
     Raises:
         ValueError: an option that cannot be, or results of other settings, weights or methods in --out.
     """
-    if options.depths < 2 or min(options.samples, options.texts, options.batch_size, options.stream) < 1:
-        raise ValueError("--depths must be at least 2, --samples, --texts, --batch-size and --stream at least 1")
+    if options.depths < 2 or options.texts < 0 or min(options.samples, options.batch_size, options.stream) < 1:
+        raise ValueError(
+            "--depths must be at least 2, --samples, --batch-size and --stream at least 1, and --texts at least 0"
+        )
     text = "".join(given_texts(options.text))
     names = ("length", "depths", "samples", "texts", "stream", "phrase", "seed")
     settings = {name: getattr(options, name) for name in names} | {"text": sha256(text.encode()).hexdigest()}
     runner.check_settings(options.out, settings)
     loaded = {ckpt: models.load(ckpt) for ckpt in options.ckpt}
     hashes = {ckpt: weights_hash(ckpt) for ckpt in loaded}
-    wanted = planned({ckpt: one for ckpt, (one, _) in loaded.items()}, options.methods, options.budgets)
+    opened = {ckpt: one for ckpt, (one, _) in loaded.items()}
+    wanted = planned(opened, options.methods, options.budgets, bool(options.texts))
     path = options.out / "trade_off.json"
     done = read_points(path)
     made_with = {}
@@ -192,17 +211,18 @@ def run(options: argparse.Namespace) -> list[dict]:
 
 def table(rows: list[dict]) -> str:
     """A row for each point; pass-key accuracy also as a share of the first checkpoint's without eviction."""
-    first, name = rows[0]["passkey"], Path(rows[0]["ckpt"]).name
+    labels = [label_of(row["ckpt"], row["eviction"]) for row in rows]
+    shares = of_first({label: row["passkey_samples"] for label, row in zip(labels, rows, strict=True)})
     records = [
         row
         | {
-            "label": label_of(row["ckpt"], row["eviction"]),
+            "label": label,
             "kept": "all" if row["budget"] is None else row["budget"],
             "of_dense": row["passkey_bytes"] / row["passkey_dense_bytes"],
-            "of_first": row["passkey"] / first if first else float("nan"),
-            "streamed": row["text_bytes"] / row["text_dense_bytes"],
+            "of_first": shares.get(label),
+            "streamed": row["text_bytes"] / row["text_dense_bytes"] if "text_bytes" in row else None,
         }
-        for row in rows
+        for label, row in zip(labels, rows, strict=True)
     ]
     columns = {
         "": ("label", "{}"),
@@ -210,24 +230,26 @@ def table(rows: list[dict]) -> str:
         "bytes": ("passkey_bytes", "{:,.0f}"),
         "of dense": ("of_dense", "{:.1%}"),
         "pass-key digits": ("passkey", "{:.1%}"),
-        f"of {name}": ("of_first", "{:.3f}"),
-        "streamed: of dense": ("streamed", "{:.1%}"),
-        "bits/byte": ("bits_per_byte", "{:.4f}"),
+        f"of {Path(rows[0]['ckpt']).name}": ("of_first", "{}"),
     }
+    if "text_bytes" in rows[0]:
+        columns |= {"streamed: of dense": ("streamed", "{:.1%}"), "bits/byte": ("bits_per_byte", "{:.4f}")}
     return report.table_of(records, columns)
 
 
 def draw(rows: list[dict], path: Path) -> None:
-    """Two panels, pass keys and bits per byte against the share of dense bytes kept; one curve per model and method."""
-    figure = report.figure(13, 5)
+    """A panel for pass keys and one for bits per byte, where there are texts, against the share of dense bytes kept;
+    one curve per model and method."""
     ckpts = list(dict.fromkeys(row["ckpt"] for row in rows))
     methods = list(dict.fromkeys(row["method"] for row in rows))
     panels: list[tuple[str, str, Callable[[dict], float]]] = [
         ("passkey", "pass-key digits right, %", lambda row: 100 * row["passkey"]),
         ("text", "bits per byte", lambda row: row["bits_per_byte"]),
     ]
+    panels = [panel for panel in panels if f"{panel[0]}_bytes" in rows[0]]
+    figure = report.figure(1 + 6 * len(panels), 5)
     for index, (kind, title, value) in enumerate(panels):
-        axes = figure.add_subplot(1, 2, index + 1)
+        axes = figure.add_subplot(1, len(panels), index + 1)
         for ckpt in ckpts:
             for number, method in enumerate(methods):
                 mine = [row for row in rows if (row["ckpt"], row["method"]) == (ckpt, method)]
@@ -253,7 +275,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--length", type=int, default=1016, help="tokens of a prompt, and of a text (1016)")
     parser.add_argument("--depths", type=int, default=9, help="depths of the keys, from beginning to end (9)")
     parser.add_argument("--samples", type=int, default=8, help="prompts for each depth (8)")
-    parser.add_argument("--texts", type=int, default=32, help="texts for the bits per byte (32)")
+    parser.add_argument("--texts", type=int, default=32, help="texts for the bits per byte (32); 0: none")
     parser.add_argument("--stream", type=int, default=64, metavar="N", help="tokens of a text fed at a time (64)")
     parser.add_argument("--phrase", choices=list(PHRASES), default="key", help="how keys are stated and asked for")
     parser.add_argument("--text", type=Path, nargs="+", help="UTF-8 files for both (held-out Python modules)")

@@ -113,16 +113,17 @@ def chunk_scores(
     in_chunk = positions < ends[:, None]  # [B, C]
     known = torch.cat([torch.ones_like(in_chunk[:, :1]).expand(-1, sinks), in_chunk], dim=1)
     known[:, :sinks] &= torch.arange(sinks, device=q.device) < ends[:, None]
-    count, best = q.shape[3], torch.full((*chunk.shape[:3],), -1.0, device=q.device)
+    count, best = q.shape[3], torch.full((*chunk.shape[:3],), -torch.inf, device=q.device)
     column = torch.arange(count, device=q.device)
     for at in column.split(_QUERIES):
-        sees = (column <= at[:, None]) & real[:, None]  # [B, t, T]
+        own_seen = column[: int(at[-1]) + 1]
+        sees = (own_seen <= at[:, None]) & real[:, None, : len(own_seen)]  # [B, t, ..]
         sees = torch.cat([known[:, None].expand(-1, len(at), -1), sees], dim=2)[:, None, None]
-        logits = q[:, :, :, at].float() @ seen[:, :, None].mT * scale
-        weights = logits.masked_fill(~sees, -torch.inf).softmax(dim=-1)[..., sinks : sinks + chunk.shape[2]]
-        weights = weights.masked_fill(~real[:, None, None, at, None], -1)
-        best = torch.maximum(best, weights.amax(dim=(2, 3)))
-    return best.masked_fill(~in_chunk[:, None], -1)
+        logits = (q[:, :, :, at].float() * scale) @ seen[:, :, None, : sees.shape[-1]].mT
+        logits.masked_fill_(~sees, -torch.inf)
+        weights = logits[..., sinks : sinks + chunk.shape[2]] - logits.logsumexp(dim=-1, keepdim=True)
+        best = torch.maximum(best, weights.masked_fill_(~real[:, None, None, at, None], -torch.inf).amax(dim=(2, 3)))
+    return best.exp().masked_fill(~in_chunk[:, None], -1)
 
 
 def _request(row: Tensor, start: int, tokenizer: PreTrainedTokenizerBase | None, suffix: str) -> Tensor:

@@ -12,6 +12,7 @@ from torch import nn
 import pod
 from pod import eviction
 from pod.evaluation import models, passkey, runner, trade_off
+from pod.evaluation.intervals import ratio
 from pod.evaluation.perplexity import perplexity
 from pod.evaluation.texts import stretches, token_ids
 
@@ -175,8 +176,8 @@ def test_every_script_lists_the_methods_and_names_the_closest(name, capsys):
 def test_passkey_rows_by_checkpoint_and_method(ckpt, dense_ckpt, text, tmp_path, capsys, monkeypatch):
     used = []
 
-    def generate(model, ids, count, question, cache):
-        new = plain(model, ids, count, question, cache)
+    def generate(model, ids, count, question, cache, tokenizer):
+        new = plain(model, ids, count, question, cache, tokenizer)
         used.append((hasattr(model.config, "share"), cache))
         return new
 
@@ -510,6 +511,34 @@ def test_the_trade_off_goes_on_where_it_was_killed(ckpt, dense_ckpt, text, tmp_p
         error = capsys.readouterr().err
         assert any(part in error for part in message.split("|")), error
     assert len(calls) == 12
+
+
+def test_a_trade_off_without_texts_asks_after_the_eviction(ckpt, dense_ckpt, text, tmp_path, capsys):
+    out = tmp_path / "out"
+    arguments = ["--ckpt", str(dense_ckpt), str(ckpt), "--text", str(text), "--out", str(out), "--budgets", "60"]
+    arguments += ["--depths", "2", "--samples", "3", "--texts", "0", "--length", "150"]
+    assert trade_off.main([*arguments, "--methods", "kvzip+snapkv:window=8,query_aware=false"]) == 0
+    table = (out / "trade_off.md").read_text()
+    assert table in capsys.readouterr().out and "bits/byte" not in table and "streamed" not in table
+    file = out / "trade_off.json"
+    whole = json.loads(file.read_text())
+    assert len(whole["points"]) == 6 and (out / "trade_off.png").stat().st_size > 1000
+    for point in whole["points"]:
+        assert len(point["passkey_samples"]) == 6 and "text_bytes" not in point
+        assert point["passkey"] == pytest.approx(sum(point["passkey_samples"]) / 6)
+    # The share of the first row and its interval are those of the prompts, paired.
+    for point, samples in zip(whole["points"], ([1, 1, 0, 1, 1, 0], [1, 0, 0, 1, 0, 0]), strict=False):
+        point["passkey_samples"] = samples
+    file.write_text(json.dumps(whole))
+    assert trade_off.main([*arguments, "--methods", "kvzip"]) == 0
+    share, low, high = ratio([1, 0, 0, 1, 0, 0], [1, 1, 0, 1, 1, 0])
+    assert f"| {share:.2f} [{low:.2f}, {high:.2f}]" in (out / "trade_off.md").read_text()
+    # Points of before intervals are refused, and stay.
+    del whole["points"][0]["passkey_samples"]
+    file.write_text(json.dumps(whole))
+    assert trade_off.main([*arguments, "--methods", "kvzip"]) == 2
+    assert "points of an earlier version, without each prompt's score" in capsys.readouterr().err
+    assert json.loads(file.read_text()) == whole
 
 
 def test_points_of_other_weights_or_hyper_parameters_are_not_taken(text, tmp_path, capsys, monkeypatch):
