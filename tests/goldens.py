@@ -103,6 +103,7 @@ METHODS = {
     "lminfinite": eviction.LMInfinite(BUDGET, sinks=4, stride=24),
     "cascade": eviction.Cascade(BUDGET, sinks=4, num_cascades=4, gamma=0.95, stride=24, head_reduction="max"),
     "quest": eviction.Quest(BUDGET, page_size=8, dense_layers=1),
+    "clusterkv": eviction.ClusterKV(BUDGET, cluster_size=5, dense_layers=1, sinks=2, recent=3),
     "shadowkv": eviction.ShadowKV(BUDGET, page_size=4, dense_layers=1, recent=2),
     "recent": eviction.RecentReader(BUDGET, sinks=2, dense_layers=1),
 }

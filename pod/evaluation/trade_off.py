@@ -37,7 +37,7 @@ from pod.terminal import exit_status
 
 # As many sinks in the three that keep them, so that only what they keep of the rest differs.
 METHODS = "snapkv+pyramidkv+adakv+zigzagkv+chunkkv+criticalkv+sagekv+h2o+tova+cake+expectedattention+knorm+keydiff"
-METHODS += "+lagkv+quest+shadowkv+streamingllm:sinks=16+lminfinite:sinks=16+cascade:sinks=16"
+METHODS += "+lagkv+quest+shadowkv+clusterkv:recent=16+streamingllm:sinks=16+lminfinite:sinks=16+cascade:sinks=16"
 
 Method = eviction.Method
 

@@ -8,7 +8,7 @@ keys.py                Knorm, KeyDiff, LagKV, Q-Filters: scores of what is store
 kvzip.py               KVzip: what is looked at while the context is repeated, of all layers together
 combined.py            one method's scores under another's allocation
 streaming.py, cascade.py    methods that keep tokens by their places
-quest.py, shadowkv.py, recent.py    keep all, and choose what a step reads
+quest.py, shadowkv.py, clusterkv.py, recent.py    keep all, and choose what a step reads
 
 A further method: the checklist of CONTRIBUTING.md.
 """
@@ -34,6 +34,7 @@ from pod.eviction.base import (
 from pod.eviction.cake import CAKE
 from pod.eviction.cascade import Cascade
 from pod.eviction.chunkkv import ChunkKV
+from pod.eviction.clusterkv import ClusterKV
 from pod.eviction.combined import Combined
 from pod.eviction.criticalkv import CriticalKV
 from pod.eviction.expected import ExpectedAttention
@@ -72,6 +73,7 @@ METHODS: dict[str, type] = {
     "cascade": Cascade,
     "quest": Quest,
     "shadowkv": ShadowKV,
+    "clusterkv": ClusterKV,
     "recentreader": RecentReader,
 }
 
@@ -273,6 +275,7 @@ __all__ = [
     "Chain",
     "ChainPolicy",
     "ChunkKV",
+    "ClusterKV",
     "Combined",
     "CriticalKV",
     "Eviction",

@@ -1,4 +1,4 @@
-"""Quest and ShadowKV as plain Python loops: every token is at hand, one row, one query and one page at a time."""
+"""Quest, ShadowKV and ClusterKV as plain loops: every token is at hand; one row, one query, one page at a time."""
 
 import math
 
@@ -52,13 +52,16 @@ class SimulatedQuest:
             self.closest = min(self.closest, bounds[count - 1][0] - bounds[count][0])
         return [last, *(page for _, page in bounds[:count])]
 
-    def feed(self, q: Tensor, k: Tensor, v: Tensor, decodes: bool) -> tuple[Tensor, dict]:
-        """Tokens of q [L, H, T, D], k and v [L, H_kv, T, D]; their outputs, and the pages read of (layer, head)."""
-        first, count = len(self.q), q.shape[2]
-        for t in range(count):
+    def store(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        for t in range(q.shape[2]):
             self.q.append(q[:, :, t].double())
             self.k.append(k[:, :, t].double())
             self.v.append(v[:, :, t].double())
+
+    def feed(self, q: Tensor, k: Tensor, v: Tensor, decodes: bool) -> tuple[Tensor, dict]:
+        """Tokens of q [L, H, T, D], k and v [L, H_kv, T, D]; their outputs, and the pages read of (layer, head)."""
+        first, count = len(self.q), q.shape[2]
+        self.store(q, k, v)
         out, read = torch.zeros(q.shape, dtype=torch.float64), {}
         for layer, row in enumerate(self.anchors):
             for head, anchor in enumerate(row):
@@ -115,3 +118,73 @@ class SimulatedShadowKV(SimulatedQuest):
         if 0 < count < len(ranked):
             self.closest = min(self.closest, ranked[count][0] - ranked[count - 1][0])
         return [page for _, page in ranked[:count]]
+
+
+class SimulatedClusterKV(SimulatedQuest):
+    """The same with ClusterKV's choice: pages are tokens; the other arguments are the method's."""
+
+    def __init__(self, *args, cluster_size: int, sinks: int, recent: int, rounds: int) -> None:
+        super().__init__(*args)
+        self.size, self.sinks, self.recent, self.rounds = cluster_size, sinks, recent, rounds
+        self.centroids: dict[tuple[int, int], list[Tensor]] = {}
+        self.clusters: dict[tuple[int, int], list[int]] = {}  # of each token
+
+    def crop(self, removed: int) -> None:
+        super().crop(removed)
+        last = len(self.q) - 1  # joins anew
+        for key in self.clusters:
+            self.clusters[key] = self.clusters[key][:last]
+            self.centroids[key] = self.centroids[key][: -(-last // self.size)]
+        self.cluster(last)
+
+    def store(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        before = len(self.q)
+        super().store(q, k, v)
+        self.cluster(before)
+
+    def cluster(self, before: int) -> None:
+        """Clusters for the tokens from `before` on."""
+        layers, heads, _ = self.k[0].shape
+        for layer in range(layers):
+            for head in range(heads):
+                keys = [key[layer, head] for key in self.k]
+                centroids = self.centroids.setdefault((layer, head), [])
+                born = [token for token in range(before, len(keys)) if token % self.size == 0]
+                centroids += [keys[token] for token in born]
+                new = range(before, len(keys))
+                for _ in range(self.rounds):
+                    near = [self.nearest(keys[token], centroids) for token in new]
+                    for cluster in (token // self.size for token in born):
+                        mine = [keys[token] for token, one in zip(new, near, strict=True) if one == cluster]
+                        if mine:
+                            centroids[cluster] = sum(mine) / len(mine)
+                clusters = self.clusters.setdefault((layer, head), [])
+                clusters += [self.nearest(keys[token], centroids) for token in new]
+
+    def nearest(self, key: Tensor, centroids: list[Tensor]) -> int:
+        cosines = [float(key @ one / key.norm() / one.norm()) for one in centroids]
+        ranked = sorted(range(len(cosines)), key=lambda index: -cosines[index])
+        if len(ranked) > 1:
+            self.closest = min(self.closest, cosines[ranked[0]] - cosines[ranked[1]])
+        return ranked[0]
+
+    def pages(self, layer: int, head: int) -> list[int]:
+        newest = len(self.q) - 1
+        if newest + 1 <= self.budget:
+            return list(range(newest + 1))
+        forced = [t for t in range(newest + 1) if t < self.sinks or t > newest - self.recent]
+        centroids = self.centroids[layer, head]
+        members: dict[int, list[int]] = {}
+        for token, cluster in enumerate(self.clusters[layer, head]):
+            if token not in forced:
+                members.setdefault(min(cluster, len(centroids) - 1), []).append(token)
+        asked = self.q[newest][layer, head * self.groups : (head + 1) * self.groups]
+        products = {cluster: max(float(q @ centroids[cluster]) for q in asked) for cluster in members}
+        ranked = sorted(members, key=lambda cluster: -products[cluster])
+        for one, other in zip(ranked, ranked[1:], strict=False):
+            self.closest = min(self.closest, products[one] - products[other])
+        read = list(forced)
+        for cluster in ranked:
+            room = self.budget - len(read)
+            read += members[cluster][::-1][:room]
+        return read

@@ -1,4 +1,4 @@
-"""Quest and ShadowKV: the pages read and the outputs are those of plain simulations; nothing else is read; bytes."""
+"""Quest, ShadowKV, ClusterKV: what is read and the outputs are those of plain simulations; no more is read; bytes."""
 
 import copy
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from quest_simulation import SimulatedQuest, SimulatedShadowKV
+from quest_simulation import SimulatedClusterKV, SimulatedQuest, SimulatedShadowKV
 from simulation import Ambiguous
 from test_cascade import DIM, HEADS, KV_HEADS, config_of
 from tiny_models import ANCHORS, DENSE, assert_close, build, fed, tokens
 
 import pod
-from pod.eviction import Quest, ReadSelector, ShadowKV
+from pod.eviction import ClusterKV, Quest, ReadSelector, ShadowKV
 
 GROUPS = HEADS // KV_HEADS
 MODELS = [
@@ -37,9 +37,13 @@ def run_both(config, method, chunks, seed=0, crop=0):
     budgets = [method.budget] * rows
     if method.budget < 1:
         budgets = [max(int(method.budget * tokens), method.least(0, 1)) for tokens in chunks[0]]
-    parts, kind = (method.page_size, method.dense_layers), SimulatedQuest
+    page = 1 if isinstance(method, ClusterKV) else method.page_size
+    parts, kind = (page, method.dense_layers), SimulatedQuest
     if isinstance(method, ShadowKV):
         kind = partial(SimulatedShadowKV, outliers=method.outliers, recent=method.recent)
+    if isinstance(method, ClusterKV):
+        names = ("cluster_size", "sinks", "recent", "rounds")
+        kind = partial(SimulatedClusterKV, **{name: getattr(method, name) for name in names})
     truths = [kind(anchors, GROUPS, *sizes, budget, *parts) for budget in budgets]
     choices = 0
     for number, new in enumerate(chunks):
@@ -66,11 +70,9 @@ def run_both(config, method, chunks, seed=0, crop=0):
                 raise Ambiguous
             for (layer, head), pages in read.items():
                 found = step.read[anchors[layer][head], head][row].tolist()
-                assert sorted({token // method.page_size for token in found if token >= 0}) == sorted(pages)
-                held = [token for page in pages for token in range(page * method.page_size, len(truth.q))]
-                wanted = {token for token in held if token // method.page_size in pages}
-                assert sorted(token for token in found if token >= 0) == sorted(wanted)
-                choices += len(pages) < (len(truth.q) - 1) // method.page_size + 1
+                wanted = [token for token in range(len(truth.q)) if token // page in pages]
+                assert sorted(token for token in found if token >= 0) == wanted
+                choices += len(pages) < (len(truth.q) - 1) // page + 1
             torch.testing.assert_close(out[:, row, :, real].double(), expected, atol=2e-5, rtol=0)
             assert not out[:, row, :, : columns - new[row]].any()
         cache.finish()
@@ -92,13 +94,16 @@ def runs(draw):
     page = draw(st.integers(1, 5))
     dense, recent = draw(st.integers(0, 2)), draw(st.integers(1, 2))
     method = Quest(draw(st.integers(page, 4 * page)), page, dense)
-    if draw(st.booleans()):
+    if (other := draw(st.sampled_from([None, ShadowKV, ClusterKV]))) is ClusterKV:
+        ends, rounds = (draw(st.integers(0, 3)), recent), draw(st.integers(0, 3))
+        method = ClusterKV(sum(ends) + draw(st.integers(1, 9)), page, dense, *ends, rounds)
+    elif other:
         least = page * (recent + 1)
         method = ShadowKV(draw(st.integers(least, least + 4 * page)), page, dense, draw(st.floats(0, 0.9)), recent)
     return [first] + [[count] * rows for count in later], anchors, sizes, method, draw(st.integers(0, 99))
 
 
-@settings(deadline=None, max_examples=40, derandomize=True)
+@settings(deadline=None, max_examples=60, derandomize=True)
 @given(runs(), st.sampled_from([0, 2]))
 def test_forwards_equal_the_simulation(run, crop):
     chunks, anchors, (sinks, recent, share), method, seed = run
@@ -111,7 +116,12 @@ def test_forwards_equal_the_simulation(run, crop):
 @pytest.mark.parametrize("share", ["scores", "keys"])
 @pytest.mark.parametrize("anchors", [((0, 0), (1, 1)), ((0, 0), (0, 1), (2, 1))], ids=["dense", "blocks"])
 @pytest.mark.parametrize(
-    "method", [Quest(8, 4, 0), Quest(0.5, 4, 0), ShadowKV(12, 3, 0, 0.5, 1), ShadowKV(0.5, 2, 0, 0.3, 2)], ids=repr
+    "method",
+    [
+        *(Quest(8, 4, 0), Quest(0.5, 4, 0), ShadowKV(12, 3, 0, 0.5, 1), ShadowKV(0.5, 2, 0, 0.3, 2)),
+        *(ClusterKV(9, 4, 0, 2, 3, 2), ClusterKV(0.5, 3, 0, 1, 1, 4)),
+    ],
+    ids=repr,
 )
 def test_decoding_equals_the_simulation_step_by_step(method, anchors, share):
     # Odd lengths and left padding: pages count from each row's first real token, and so does a share.
@@ -202,6 +212,10 @@ def test_bytes_are_those_without_eviction_and_the_pages(which):
     means = pod.PodCache(model.config, max_length=61, eviction=ShadowKV(40))
     fed(model, means, tokens(2, 5))
     assert means.nbytes() == plain + 2 * anchors * 8 * (DIM + 1) * 4 == means.expected_nbytes(61, batch=2, itemsize=4)
+    groups = pod.PodCache(model.config, max_length=61, eviction=ClusterKV(60, cluster_size=20))
+    fed(model, groups, tokens(2, 5))
+    index = 2 * anchors * 4 * (DIM + 2 * 20) * 4
+    assert groups.nbytes() == plain + index == groups.expected_nbytes(61, batch=2, itemsize=4)
 
 
 @dataclass(frozen=True)
@@ -257,9 +271,13 @@ def test_a_reader_of_ones_own_has_its_index_and_reads_what_it_chooses(which):
         (dict(budget=16, dense_layers=-1), "dense_layers must be >= 0, got -1"),
         (dict(budget=39, recent=4), "39 leaves no page of 8 tokens .* recent=4 newest ones: it must be at least 40"),
         (dict(budget=40, outliers=1.0), "outliers must be a share, 0 <= outliers < 1, got 1.0"),
+        (dict(budget=49, rounds=1, sinks=17), "49 leaves no token .* sinks=17 first and recent=32 .* at least 50"),
+        (dict(budget=60, rounds=-1), r"rounds \(-1\) must be >= 0"),
+        (dict(budget=60, cluster_size=0), r"cluster_size \(0\) and recent \(32\) must be at least 1"),
         (dict(budget=40, recent=0), "recent must be at least 1 page, got 0"),
     ],
 )
 def test_bad_values_are_named(kwargs, message):
     with pytest.raises(ValueError, match=message):
-        (ShadowKV if {"recent", "outliers"} & {*kwargs} else Quest)(**kwargs)
+        kinds = {"rounds": ClusterKV, "cluster_size": ClusterKV, "recent": ShadowKV, "outliers": ShadowKV}
+        next((kind for name, kind in kinds.items() if name in kwargs), Quest)(**kwargs)

@@ -8,11 +8,12 @@ import torch
 from tiny_models import ANCHORS, DENSE, VOCAB, assert_close, build, fed, tokens
 
 import pod
-from pod.eviction import Quest, RecentReader, ShadowKV, SnapKV
+from pod.eviction import ClusterKV, Quest, RecentReader, ShadowKV, SnapKV
 
 READERS = {
     "quest": Quest(8, page_size=4, dense_layers=0),
     "shadowkv": ShadowKV(12, page_size=3, recent=2, outliers=0.5),
+    "clusterkv": ClusterKV(9, cluster_size=4, dense_layers=0, sinks=1, recent=3),
     "recent": RecentReader(6, sinks=2),
     "share": Quest(0.3, 2),
 }
@@ -28,7 +29,13 @@ def greedy(model, ids, new=16, **options):
     return model.generate(ids, **options)
 
 
-SOME = {("quest", "llama"), ("shadowkv", "qwen3-keys"), ("recent", "dense"), ("share", "qwen3-keys")}
+SOME = {
+    ("quest", "llama"),
+    ("shadowkv", "qwen3-keys"),
+    ("clusterkv", "llama"),
+    ("recent", "dense"),
+    ("share", "qwen3-keys"),
+}
 
 
 @pytest.mark.parametrize(
