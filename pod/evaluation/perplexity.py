@@ -98,9 +98,10 @@ def check_streamed(methods: Iterable[Method]) -> None:
     """
     for method in methods:
         if asks_apart(method):
+            remedy = "choose another method" if method.waits else "leave query_aware out"
             raise ValueError(
                 f"{unparse(method)}: with query_aware=false the first chunk of a streamed text would be evicted from "
-                "and all others kept, without bound: leave query_aware out"
+                f"and all others kept, without bound: {remedy}"
             )
         if method.is_share:
             raise ValueError(

@@ -64,7 +64,10 @@ def planned(
     keys = [(text, budget) for text in methods for budget in budgets]
     wanted = [with_budget(*key) for key in keys]
     if streamed:
-        check_streamed(wanted)
+        try:
+            check_streamed(wanted)
+        except ValueError as error:
+            raise ValueError(f"{error}; or ask for pass keys alone, --texts 0") from error
     for ckpt, model in loaded.items():
         variants = models.variants(models.as_pod(model), wanted)
         points += [(ckpt, *key, one) for key, one in zip([(models.NO_EVICTION, None), *keys], variants, strict=True)]

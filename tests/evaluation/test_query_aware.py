@@ -220,7 +220,12 @@ def test_streams_refuse_it(ckpt, tmp_path, capsys):
     assert f"{frozen}: with query_aware=false the first chunk" in capsys.readouterr().err
     methods = ["--methods", "snapkv:query_aware=false", "--budgets", "64", "--length", "200"]
     assert script("eval/trade_off.py").main([*arguments, *methods]) == 2
-    assert f"{frozen}: with query_aware=false the first chunk" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"{frozen}: with query_aware=false the first chunk" in said
+    assert "leave query_aware out; or ask for pass keys alone, --texts 0" in said
+    methods[1] = "kvzip"
+    assert script("eval/trade_off.py").main([*arguments, *methods]) == 2
+    assert "without bound: choose another method; or ask for pass keys alone, --texts 0" in capsys.readouterr().err
 
 
 def test_generate_needs_the_question(ckpt, model, tokenizer, capsys):

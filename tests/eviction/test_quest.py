@@ -70,6 +70,7 @@ def run_both(config, method, chunks, seed=0, crop=0):
                 raise Ambiguous
             for (layer, head), pages in read.items():
                 found = step.read[anchors[layer][head], head][row].tolist()
+                assert sorted({token // page for token in found if token >= 0}) == sorted(pages)
                 wanted = [token for token in range(len(truth.q)) if token // page in pages]
                 assert sorted(token for token in found if token >= 0) == wanted
                 choices += len(pages) < (len(truth.q) - 1) // page + 1
