@@ -10,6 +10,8 @@ from tokenizers import Tokenizer, decoders, models
 from tokenizers.processors import TemplateProcessing
 from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+TEXT = "".join(f"def function_{n}(x):\n    return x * {n % 7}\n\n" for n in range(60))
+
 ROOT = Path(__file__).resolve().parents[1]
 
 

@@ -1,7 +1,7 @@
 """A tiny random PoD model with a byte tokenizer, saved as an export is."""
 
 import pytest
-from scripts import save, tiny_llama
+from scripts import TEXT, save, tiny_llama
 from transformers import ByT5Tokenizer
 
 import pod
@@ -20,3 +20,20 @@ def tokenizer():
 @pytest.fixture(scope="session")
 def ckpt(tmp_path_factory, model):
     return save(model, tmp_path_factory.mktemp("ckpt") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def dense():
+    return tiny_llama(seed=3)
+
+
+@pytest.fixture(scope="session")
+def dense_ckpt(dense, tmp_path_factory):
+    return save(dense, tmp_path_factory.mktemp("ckpt") / "dense")
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.py"
+    path.write_text(TEXT)
+    return path
