@@ -325,7 +325,9 @@ def opening(where: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except SafetensorError as error:
-        raise ValueError(f"{_unreadable(Path(where))}: truncated or damaged: {error}") from error
+        raise ValueError(
+            f"{_unreadable(Path(where))}: truncated or damaged ({error}). Download or export it again"
+        ) from error
     except StrictDataclassError as error:
         raise ValueError(f"{Path(where) / 'config.json'}: {' '.join(str(error).split())}") from error
     except json.JSONDecodeError:
