@@ -109,12 +109,9 @@ def paged_attention(
     # Where there is nothing to read stands the query's own token, which is read anyway.
     at = torch.where(read < 0, positions, read).clamp(min=0)
 
-    def taken(vectors: Tensor, places: Tensor) -> Tensor:
-        return vectors.gather(2, places[..., None].expand(*places.shape, vectors.shape[-1]))
-
     logits = []
     if anchors:
-        logits.append(products(q[:anchors], taken(layer.keys.rectangle, at[:anchors]), scale))
+        logits.append(products(q[:anchors], layer.keys.taken(at[:anchors]), scale))
         for place, head in enumerate(layer.order[:anchors]):
             if scores is not None and head in score_heads:
                 index = at[place][:, None, None].expand(logits[0].shape[1:])
@@ -125,15 +122,17 @@ def paged_attention(
             distant = [scores[head].gather(-1, one) for head, one in zip(layer.order[anchors:], index, strict=True)]
             distant = torch.stack(distant)
         else:
-            keys = [part.rectangle[index] for part, index in distant_keys]
-            keys = [taken(key[None], at[anchors + place][None]) for place, key in enumerate(keys)]
+            keys = [
+                part.part(head, 1).taken(at[anchors + place][None]) for place, (part, head) in enumerate(distant_keys)
+            ]
             distant = products(q[anchors:], torch.cat(keys), scale)
         others = at[anchors:]
         is_near = (others < layer.sink_size) | (positions - others < layer.recent_size)
-        own = products(q[anchors:], taken(layer.near_keys, torch.where(is_near, layer.ring_places(others), 0)), scale)
+        place = torch.where(is_near, layer.ring_places(others), 0)[..., None]
+        near_keys = layer.near_keys.gather(2, place.expand(*place.shape[:3], layer.near_keys.shape[-1]))
+        own = products(q[anchors:], near_keys, scale)
         logits.append(torch.where(is_near[:, :, None, None], own, distant))
     logits = torch.cat(logits).masked_fill(read[:, :, None, None] < 0, torch.finfo(torch.float32).min)
-    values = taken(layer.values.rectangle, at)
-    out = weighted(torch.softmax(logits, dim=-1).flatten(2, 3), values)[:, :, :, None]
+    out = weighted(torch.softmax(logits, dim=-1).flatten(2, 3), layer.values.taken(at))[:, :, :, None]
     out = out.masked_fill((positions < 0)[None, :, None, :, None], 0)
     return layer.by_head(out).transpose(0, 1).flatten(1, 2)

@@ -201,6 +201,10 @@ class Segments:
             index, new = index[:, rows, tokens], new[:, rows, tokens]
         self.data[index.flatten()] = new.flatten(0, -2)
 
+    def taken(self, at: Tensor) -> Tensor:
+        """[h, B, R, D] the vectors of the h heads of a rectangle in the slots [h, B, R] int64."""
+        return self.rectangle.gather(2, at[..., None].expand(*at.shape, self.data.shape[1]))
+
     def resized(self, sizes: ArrayLike, fill: float = 0) -> "Segments":
         """A copy with capacities [H, B] that are no smaller; each slot keeps its number."""
         new = self.like(sizes, self.sizes.shape[1], fill)

@@ -22,6 +22,7 @@ from pod.blocks import FIXED, LayerBlocks, whole_number
 from pod.cache.chain import ChainStorage
 from pod.cache.file import read_cache, write_cache
 from pod.cache.fork import SharedPrefix, refusal
+from pod.cache.offload import Offloaded, OffloadedValues
 from pod.cache.row_runs import RowRuns
 from pod.cache.slots import SlotStorage
 from pod.cache.storage import Outputs, Rotary, Rows, Storage, broken_off
@@ -64,6 +65,10 @@ class PodCache(Cache):
             stores all as it comes.
         sparse_prefill: a `pod.TriangleMix`: the first forward, the prompt, leaves out pairs in the upper layers; what
             follows reads everything. None reads all. It is not saved with the tokens.
+        value_pool: with a method that chooses what is read, such as ShadowKV: values lie in CPU memory, and on the
+            model's device those of so many tokens of each layer and KV head, at least `budget`, that were read last
+            (`pod.cache.offload`); outputs are the same. The method's `dense_layers` keep theirs on the device. None
+            keeps all values there.
 
     Attributes:
         stats: what tau decided and left unread since the cache was empty, a `pod_kernels.SkipStats`.
@@ -72,7 +77,8 @@ class PodCache(Cache):
         ValueError: `config` is not a PoD config; a size is out of range; the budget is below what is always kept; tau
             with eviction; tau, eviction or quantization with `share: kv`; quantization with tau, with a method that
             evicts while decoding, shares a budget between layers, keeps a chain or reads pages, or with less than
-            `crop_slack` tokens of `residual`.
+            `crop_slack` tokens of `residual`; value_pool without a method that chooses what is read, or with one that
+            reads more tokens, or a share of the prompt.
     """
 
     def __init__(
@@ -84,6 +90,7 @@ class PodCache(Cache):
         crop_slack: int = 64,
         quantization: Quantization | None = None,
         sparse_prefill: TriangleMix | None = None,
+        value_pool: int | None = None,
     ) -> None:
         super().__init__(layers=[])
         if not hasattr(config, "share") or not hasattr(config, "blocks"):
@@ -125,6 +132,8 @@ class PodCache(Cache):
             eviction = WindowAttention()
         if quantization is not None:
             _check_quantization(quantization, self.tau, eviction, crop_slack)
+        if value_pool is not None:
+            value_pool = _checked_pool(value_pool, eviction)
         self.config = config
         self._made_by = copy.deepcopy(config.fixed())
         self.max_length = max_length
@@ -132,6 +141,7 @@ class PodCache(Cache):
         self.eviction = eviction
         self.crop_slack = crop_slack
         self.quantization = quantization
+        self.value_pool = value_pool
         self.blocks: LayerBlocks = config.blocks
         self.drafted = self.accepted = 0  # tokens of `generate(draft=..)`, and those that verification agreed with
         self.fed_before = 0  # columns that assisted decoding, which begins with all ids, must leave out once
@@ -146,7 +156,8 @@ class PodCache(Cache):
         self._dtype: torch.dtype | None = None  # of what the model computes
         self._storage: Storage
         if not isinstance(eviction, ChainPolicy):
-            self._storage = SlotStorage(config, self._rows, eviction, self.tau, quantization, max_length, crop_slack)
+            options = (eviction, self.tau, quantization, max_length, crop_slack, value_pool)
+            self._storage = SlotStorage(config, self._rows, *options)
         elif eviction.is_share:
             self._storage = RowRuns(config, self._rows, eviction)
         else:
@@ -225,8 +236,18 @@ class PodCache(Cache):
     # ------------------------------------------------------------------ size
 
     def nbytes(self) -> int:
-        """Bytes of the storages, capacity included; the workspace of one step's distant scores is not in it."""
+        """Bytes of the storages, capacity included; the workspace of one step's distant scores is not in it.
+
+        With `value_pool`, those on the model's device.
+        """
         return sum(storage.untyped_storage().nbytes() for storage in self.storages())
+
+    @property
+    def offloaded(self) -> Offloaded:
+        """What `value_pool` has put into CPU memory, and copied from there; nothing without it."""
+        values = [layer.values for layer in getattr(self._storage, "layers", ()) if layer is not None]
+        values = [each for each in values if isinstance(each, OffloadedValues)]
+        return Offloaded(sum(each.host.nbytes() for each in values), sum(each.copied for each in values))
 
     def expected_nbytes(self, length: int, batch: int = 1, itemsize: int = 2) -> int:
         """Bytes by the formula of `pod.cache.slots` for `length` tokens in each of `batch` rows, none evicted.
@@ -249,6 +270,10 @@ class PodCache(Cache):
         if self.config.share == "kv":
             return batch * self.config.head_dim * itemsize * 2 * anchors * length
         vectors = total * length + anchors * length + (total - anchors) * near
+        if self.value_pool is not None:
+            pooled = int((~self.blocks.is_streaming[self.eviction.dense_layers :]).sum())
+            vectors -= pooled * (length - self.value_pool)
+            streamed += 8 * batch * pooled * self.value_pool
         spec, dim = self.quantization, self.config.head_dim
         if spec is not None and spec.pays([length], dim, itemsize):
             stored = total * spec.nbytes(length, dim, itemsize, is_key=False)
@@ -764,6 +789,7 @@ class PodCache(Cache):
             "crop_slack": self.crop_slack,
             "tau": self.tau,
             "quantization": None if self.quantization is None else asdict(self.quantization),
+            "value_pool": self.value_pool,
             "eviction": None if self.eviction is None or is_window else hyper_parameters(self.eviction),
             "stats": asdict(self.stats),
             **rows.host_counts(),
@@ -793,7 +819,8 @@ class PodCache(Cache):
         try:
             eviction = None if facts["eviction"] is None else of_hyper_parameters(facts["eviction"])
             quantization = facts["quantization"] and Quantization(**facts["quantization"])
-            cache = cls(config, facts["max_length"], eviction, facts["tau"], facts["crop_slack"], quantization)
+            options = (facts["max_length"], eviction, facts["tau"], facts["crop_slack"], quantization)
+            cache = cls(config, *options, value_pool=facts.get("value_pool"))
             cache._restore(tensors, facts)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
@@ -826,6 +853,21 @@ class _CacheBoundary(torch.autograd.Function):
             "gradients do not flow through tokens that a cache holds: pass the whole sequence at once with "
             "use_cache=False, or decode under torch.no_grad()"
         )
+
+
+def _checked_pool(places: object, method: Method | None) -> int:
+    places = whole_number("value_pool", places, "at least 1 token", 1)
+    if not isinstance(method, ReadSelector) or method.is_share:
+        raise ValueError(
+            f"value_pool={places} needs a method that chooses what a step reads, its budget a number of tokens, such "
+            f"as pod.eviction.ShadowKV(budget=1024), got eviction={method!r}: choose one, or leave value_pool out"
+        )
+    if places < method.budget:
+        raise ValueError(
+            f"value_pool ({places} tokens) is below the {method.budget} that a step reads (budget): raise it, or lower "
+            "the budget"
+        )
+    return places
 
 
 def _check_quantization(spec: Quantization, tau: float | None, eviction: Method | None, crop_slack: int) -> None:

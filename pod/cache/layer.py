@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from pod.cache.offload import OffloadedValues
 from pod.cache.storage import Step
 from pod.cache.streams import Streams
 from pod.eviction.base import BEYOND_MEMORY
@@ -125,8 +126,9 @@ class Layer(LayerSlots):
         pages = None if self.pages is None else replace(self.pages, data=self.pages.data.clone())
         streams = None if self.streams is None else replace(self.streams, vectors=self.streams.vectors.clone())
         own = {name: getattr(self, name).clone() for name in self._own}
+        values = self.values.apart() if isinstance(self.values, OffloadedValues) else self.values
         made = copy(self)
-        vars(made).update(own, pages=pages, streams=streams, headroom=headroom)
+        vars(made).update(own, values=values, pages=pages, streams=streams, headroom=headroom)
         return made
 
     def select_rows(self, rows: Tensor) -> None:

@@ -19,7 +19,7 @@
 - Heads that stream have no slots: their keys and values lie in `pod.cache.streams`, 2 * B * D * itemsize *
   min(N, sinks + recent + crop_slack) bytes for each, whatever is evicted from the others.
 - Quantised, values and anchors' keys are at rest in fewer bits and are made full while their layer attends. With Quest
-  the pages of keys lie beside them.
+  the pages of keys lie beside them. With `value_pool` the values lie in CPU memory (`pod.cache.offload`).
 
 Legend: B rows, H_kv KV heads, A anchor heads of a layer (stored first), S the others, T tokens of a forward, D head
 dimension.
@@ -40,6 +40,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from pod.blocks import STREAMS, Unit
 from pod.cache.keep import Decision, Window
 from pod.cache.layer import COUNTS, OWN, VECTORS, Headroom, Layer, Table
+from pod.cache.offload import OffloadedValues
 from pod.cache.storage import Anchors, Rotary, Rows, Step, Storage, broken_off, oldest_first, widened
 from pod.cache.streams import Streams
 from pod.eviction import Eviction, Method, ReadSelector
@@ -69,6 +70,8 @@ class SlotStorage(Storage):
         quantization: how values and distant keys are stored; None as they come.
         max_length: tokens that each row will reach, None when unknown.
         crop_slack: how many of the last tokens can be taken back.
+        value_pool: tokens of each layer and head whose values are on the device, the others' are in CPU memory; None
+            keeps all on the device.
 
     Attributes:
         policy: what evicts; None where everything is kept.
@@ -93,8 +96,10 @@ class SlotStorage(Storage):
         quantization: Quantization | None,
         max_length: int | None,
         crop_slack: int,
+        value_pool: int | None = None,
     ) -> None:
         self.tau, self.quantization, self.crop_slack = tau, quantization, crop_slack
+        self.value_pool = value_pool
         self.policy = method if isinstance(method, Eviction) else None
         self.selector = method if isinstance(method, ReadSelector) else None
         self.reads = self.selector is not None
@@ -171,6 +176,8 @@ class SlotStorage(Storage):
             name, anchors = f"layers.{index}", self.num_anchors[index]
             sizes = np.array(layer["sizes"], dtype=np.int64).reshape(-1, batch)
             own = {part: tensors[f"{name}.{part}"] for part in OWN if f"{name}.{part}" in tensors}
+            if self._offloads(index):
+                tensors[f"{name}.values"] = tensors[f"{name}.values"].cpu()
             parts = {
                 part: self._restored(f"{name}.{part}", sizes if part == "values" else sizes[:anchors], tensors)
                 for part in VECTORS
@@ -614,6 +621,9 @@ class SlotStorage(Storage):
             self._choose_pages(layer, q)
             if layer >= self.selector.dense_layers:
                 return paged_attention(q, known, torch.stack([step.read[unit] for unit in units]), **common)
+        if isinstance(known.values, OffloadedValues):
+            known, values = copy(known), known.values.full()
+            known.values = values
         tables = self._places(layer)
         rooms = {one.room for one, _ in tables}
         if self.policy is None:
@@ -756,6 +766,17 @@ class SlotStorage(Storage):
             # Several parts are rows whose shares of their prompts differ.
             read = parts[0] if len(parts) == 1 else torch.cat(widened(parts), dim=1)
             step.read.update({(layer, head): read[place] for place, head in enumerate(stored.order[:anchors])})
+            self._fetch_values(layer)
+
+    def _fetch_values(self, anchor: int) -> None:
+        """Fetch what the blocks anchored in a layer read of values in CPU memory, for their later layers."""
+        step = self.step
+        for layer in range(anchor + 1, len(self.layers)):
+            places = [place for place, unit in enumerate(self.layout.units[layer]) if unit[0] == anchor]
+            if places and self._offloads(layer):
+                read = torch.stack([step.read[self.layout.units[layer][place]] for place in places])
+                # The query's own token comes when its layer does.
+                self.layers[layer].values.fetch(places, read.masked_fill(read >= step.before[:, None], -1))
 
     # ------------------------------------------------------------------ what a prompt leaves
 
@@ -886,8 +907,15 @@ class SlotStorage(Storage):
         near_keys = like.new_zeros(heads - anchors, batch, places, dim)
         if self.streams[layer]:
             own["streams"] = self._streams(like.new_zeros(2, len(self.streams[layer]), batch, 0, dim))
-        values, keys = (Segments.packed(part, batch, dim, **options) for part in (sizes, sizes[:anchors]))
+        keys = Segments.packed(sizes[:anchors], batch, dim, **options)
+        if self._offloads(layer):
+            options["device"] = torch.device("cpu")
+        values = Segments.packed(sizes, batch, dim, **options)
         return self._layer(layer, values=values, keys=keys, near_keys=near_keys, pages=pages, **own)
+
+    def _offloads(self, layer: int) -> bool:
+        """The layer's values are in CPU memory."""
+        return self.value_pool is not None and layer >= self.selector.dense_layers
 
     def _empty_pages(self, layer: int, dtype: torch.dtype, device: torch.device) -> Segments:
         sizes = self.selector.pages(self._sizes(layer)[: self.num_anchors[layer]])
@@ -902,6 +930,8 @@ class SlotStorage(Storage):
         known = {"sink_size": self.config.sink_size, "recent_size": self.config.recent_size, "ring_size": ring_size}
         known |= {"headroom": self.headroom, "quantization": self.quantization}
         known |= {"elsewhere": len(self.streams[layer])}
+        if self._offloads(layer):
+            parts["values"] = OffloadedValues.of(parts["values"], self.value_pool, parts["near_keys"].device)
         return Layer(order, self.num_anchors[layer], **parts, **known, index=index)
 
     # ------------------------------------------------------------------ fewer tokens
