@@ -39,7 +39,7 @@ class OffloadedValues:
         pool: [H, B, C, D] those on the device.
         held: [H, B, C] int32, the position that each place of the pool holds, -1 where it is empty.
         read: [H, B, C] int32, the step that read it last.
-        steps: that read something.
+        steps: forwards begun; what one reads makes no room in it.
         copied: values that were copied from `host` to the pool.
     """
 
@@ -158,9 +158,8 @@ class OffloadedValues:
         return place
 
     def taken(self, at: Tensor) -> Tensor:
-        """[H, B, R, D] the values at [H, B, R], as `Segments.taken`; ends the step."""
+        """[H, B, R, D] the values at [H, B, R], as `Segments.taken`."""
         place = self.fetch(range(len(at)), at)
-        self.steps += 1
         return self.pool.gather(2, place[..., None].expand(*place.shape, self.pool.shape[-1]))
 
     @staticmethod

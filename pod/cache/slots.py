@@ -386,6 +386,9 @@ class SlotStorage(Storage):
                 "cache.prefill() and prefill_chunk_size, or sparse_prefill"
             )
         self.step, self.count = step, step.positions.shape[1]
+        for index, layer in self._stored() if self.value_pool is not None else ():
+            if self._offloads(index):
+                layer.values.steps += 1
         if self.has_share and self.rows.budgets is None and not self.in_prefill:
             self.take_share([seen + new for seen, new in zip(step.seen, step.new, strict=True)])
         self.is_decoding = self.count == 1 and not step.is_first and not self.in_prefill

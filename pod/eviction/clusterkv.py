@@ -27,7 +27,7 @@ class ClusterKV(ReadSelector):
     results repeat. After `crop` the last token that stays joins anew, and those of a cluster that is gone count to the
     newest one.
 
-    All keys and values stay where they are, and nothing is freed; beside them lie a centroid for each cluster and two
+    All keys and values stay where they are (values in CPU memory with `PodCache(.., value_pool=N)`); beside them lie a centroid for each cluster and two
     numbers for each token.
 
     Args:

@@ -18,8 +18,8 @@ class ShadowKV(Quest):
     attends most, the maximum over a KV head's query heads of the softmax over these means (section 4.1). Of equal ones
     the more recent page; a row of at most `budget` tokens is read whole.
 
-    This is the choice alone: all keys and values stay where they are, and nothing is freed. The authors' low-rank keys
-    and their values in CPU memory are not here. Theirs chooses among the prompt's pages and reads all later tokens;
+    This is the choice alone: nothing is freed, and with `PodCache(..., value_pool=N)` values lie in CPU memory. The
+    authors' low-rank keys are not here. Theirs chooses among the prompt's pages and reads all later tokens;
     here later pages are like the others once they are no longer among the newest.
 
     Args:

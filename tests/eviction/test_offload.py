@@ -95,7 +95,7 @@ def test_a_step_copies_once_what_the_pool_lacks(data):
     values.write(0, truth[:, :, :start], None)
     pools = {(head, row): SimulatedPool(places) for head in range(heads) for row in range(rows)}
     for step in range(data.draw(st.integers(1, 12))):
-        newest = start + step
+        newest, values.steps = start + step, step
         others = st.lists(st.integers(0, newest - 1), max_size=min(budget - 1, newest), unique=True)
         wanted = torch.full((heads, rows, budget), newest)  # where there is none, the query's own token
         for (head, row), pool in pools.items():
