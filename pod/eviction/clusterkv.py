@@ -27,8 +27,8 @@ class ClusterKV(ReadSelector):
     results repeat. After `crop` the last token that stays joins anew, and those of a cluster that is gone count to the
     newest one.
 
-    All keys and values stay where they are (values in CPU memory with `PodCache(.., value_pool=N)`); beside them lie a centroid for each cluster and two
-    numbers for each token.
+    All keys and values stay where they are (values in CPU memory with `PodCache(.., value_pool=N)`); beside them lie a
+    centroid for each cluster and two numbers for each token.
 
     Args:
         budget: tokens read per layer and KV head, `sinks` and `recent` among them; or a share, see `Method`.
