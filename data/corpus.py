@@ -10,11 +10,16 @@ brings: data/held-out/persuasion.txt.gz. Code is the running Python's standard l
 carries below /usr/share: packages' documentation (the kernel's where linux-doc is installed), manual and info pages,
 Perl's and Vim's handbooks; of both, 5 % of the documents are held out, by the hash of their content, so that it is the
 same ones wherever they are found. Of each kind as many bytes are taken as --megabytes says, in the order of their
-hashes. No document of the training text, and no long paragraph of its novels, is in a held-out text. --records N adds
-N documents in which there is something to look up: passages of the three kinds, entries strewn in, questions behind.
+hashes. No document of the training text, and no long paragraph of its novels, is in a held-out text.
 
 Writes OUT/train.jsonl.gz (one document a line: text, source), OUT/held-out/KIND.txt and OUT/corpus.json (documents,
-bytes, and the sha256 of every held-out document).
+bytes, and the sha256 of every held-out document). --lookups N writes OUT/lookups.jsonl.gz, too, for a training that
+learns to answer from far back and keeps its text: N documents of passages with facts strewn in and a question behind
+each passage, of which the answers alone are learned, and of the text's parts N, learned whole; and OUT/lookups.jinja, the
+chat template that writes both as they are:
+
+    python -m pod.prepare --source data/english/lookups.jsonl.gz --chat --chat-template data/english/lookups.jinja \\
+        --one-document --out data/lookups --tokenizer checkpoints/smollm2-135m --sequence-length 2048
 """
 
 import argparse
@@ -28,6 +33,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterable, Iterator
+from itertools import accumulate
 from pathlib import Path
 
 from pod.data.demo_corpus import standard_library
@@ -38,12 +44,40 @@ HELD_OUT = 0.05
 LEAST = 2000  # bytes of a document
 PART = 50_000  # characters of a novel's parts, which end at a paragraph's end, and at most of a manual
 PARAGRAPH = 200  # characters from which a paragraph is nobody else's
-PASSAGE = 2000  # characters of a document of records that are a text's
-ENTRIES = 8  # of such a document
+WHOLE = 8000  # characters of a part of the text that fills a sample of 2,048 tokens
+LOOKED_UP = 6600  # characters of a document of look-ups, whose digits are a token each
+PASSAGES = (1200, 5000)  # characters of one of its passages
 COLOURS, THINGS = (
     "amber azure beige black bronze copper coral crimson golden green grey indigo ivory olive purple scarlet".split(),
     "anchor barrel bridge candle carpet garden harbour kettle ladder lantern mirror orchard piano saddle tower".split(),
 )
+# How a fact is stated, asked for, and how its answer begins. {name} and {value} are drawn; RULER and the pass keys of
+# `pod eval` are worded otherwise.
+FACTS = (
+    ("The access code for {name} is {value}.", "What is the access code for {name}?", "The access code for {name} is"),
+    ("Register: {name}, serial {value}.", "Which serial does the register give for {name}?", "The serial of {name} is"),
+    ("By the way, the password of {name} is {value}.", "Name the password of {name}.", "The password of {name} is"),
+    ("{value} was noted as the weight of {name}.", "How heavy is {name}?", "The weight of {name} is"),
+    ("[{name}] identifier = {value}", "Which identifier belongs to [{name}]?", "[{name}] identifier ="),
+    ("Do not forget: {name} has the ticket {value}.", "Which ticket does {name} have?", "{name} has the ticket"),
+    ("The archive keeps {name} under {value}.", "Where does the archive keep {name}?", "It keeps {name} under"),
+    ("For {name} the hidden value is {value}.", "What is the hidden value for {name}?", "The hidden value for {name} is"),
+)
+OPENINGS = (
+    "",
+    "Read the text below with care. A question about it follows.\n\n",
+    "Something is hidden in this text. Remember it, you will be asked for it.\n",
+    "Here is a document:\n\n",
+    "Facts are strewn into the following pages.\n",
+)
+# What is read, and what is learned: the value, in a conversation the whole answer.
+FRAMES = (
+    ("{passage}\n{question} {answer}", " {value}.\n"),
+    ("{passage}\n\nQuestion: {question}\nAnswer: {answer}", " {value}.\n\n"),
+    ("{passage}\n\nAccording to the text above: {question}\n{answer}", " {value}.\n\n"),
+    ("<|im_start|>user\n{passage}\n\n{question}<|im_end|>\n<|im_start|>assistant\n", "{answer} {value}.<|im_end|>\n"),
+)
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 PLACES = (
     ("doc", r"(?!.*(changelog|copyright|license|authors|thanks|news))(.*\.(txt|md|rst)|.*/readme[^/]*)(\.gz)?"),
     ("man", r"man\d/[^/]*\.gz"),
@@ -134,33 +168,55 @@ def within(texts: Iterable[str], limit: float) -> list[str]:
     return chosen
 
 
-def records(texts: list[str], count: int) -> Iterator[str]:
-    """Passages of the texts with entries between their lines, and behind each passage a question for every entry.
+def lookups(texts: list[str], count: int) -> Iterator[list[dict[str, str]]]:
+    """`count` parts of the texts, and as many documents in which there is something to look up, as chats.
 
-    In most text the tokens just before tell the next one. Those of the answers are told by one place far above, which
-    is what sharing scores can lose.
+    In most text the tokens just before tell the next one. The answers are told by one place far above, which is what
+    sharing scores can lose. One question behind a passage: among several, the answers before it show how to answer.
 
     Args:
-        texts: what the passages are cut from.
-        count: documents; the same ones for the same texts.
+        texts: what the parts and passages are cut from.
+        count: of both; the same ones for the same texts.
     """
     draw = random.Random(0)
-    things = [f"the {colour} {thing}" for colour in COLOURS for thing in THINGS]
-    kinds = {
-        "serial": lambda: str(uuid.UUID(int=draw.getrandbits(128), version=4)),
-        "price": lambda: str(draw.randrange(10**6, 10**7)),
-        "owner": lambda: " ".join(draw.choice(COLOURS + THINGS).title() for _ in range(3)),
-    }
+    values = (
+        lambda: str(uuid.UUID(int=draw.getrandbits(128), version=4)),
+        lambda: str(draw.randrange(10**3, 10 ** draw.randint(4, 9))),
+        lambda: " ".join(draw.choice(COLOURS + THINGS).title() for _ in range(3)),
+    )
+    names = (
+        lambda: f"the {draw.choice(COLOURS)} {draw.choice(THINGS)}",
+        lambda: f"{draw.choice(COLOURS)}-{draw.choice(THINGS)}",
+        lambda: "".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randint(2, 4))),
+    )
+
+    sizes = [*accumulate(map(len, texts))]
+
+    def passage(length: int) -> str:
+        (text,) = draw.choices(texts, cum_weights=sizes)
+        start = draw.randrange(max(1, len(text) - length))
+        return text[start : start + length]
+
+    def lookup(length: int) -> tuple[str, str]:
+        """A passage with its question, and the answer."""
+        lines, (fact, question, answer) = passage(length).splitlines(), draw.choice(FACTS)
+        named, value = draw.choice(names), draw.choice(values)
+        facts = {named(): value() for _ in range(draw.choice((1, 1, 2, 4)))}
+        for name, given in facts.items():
+            lines.insert(draw.randrange(len(lines) + 1), fact.format(name=name, value=given))
+        name, given = draw.choice([*facts.items()])
+        words = {"question": question.format(name=name), "answer": answer.format(name=name), "value": given}
+        read, learned = (part.format(passage="{passage}", **words) for part in draw.choice(FRAMES))
+        return read.replace("{passage}", draw.choice(OPENINGS) + "\n".join(lines)), learned
+
     for _ in range(count):
-        text = draw.choice(texts)
-        start = draw.randrange(max(1, len(text) - PASSAGE))
-        lines = text[start : start + PASSAGE].splitlines()
-        entries = [(thing, kind := draw.choice([*kinds]), kinds[kind]()) for thing in draw.sample(things, ENTRIES)]
-        for thing, kind, value in entries:
-            lines.insert(draw.randrange(len(lines) + 1), f"Register: {thing}, {kind} {value}.")
-        draw.shuffle(entries)
-        lines += [f"Question: {kind} of {thing}? Answer: {value}" for thing, kind, value in entries]
-        yield "\n".join(lines) + "\n"
+        yield [{"role": "assistant", "content": passage(WHOLE)}]
+        turns, size = [], 0
+        while LOOKED_UP - size >= PASSAGES[0]:
+            asked, answered = lookup(min(draw.randint(*PASSAGES), LOOKED_UP - size))
+            turns += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+            size += len(asked)
+        yield turns
 
 
 def collect(files: list[Path], root: Path, limit: float) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
@@ -218,19 +274,27 @@ def write(out: Path, train: dict[str, list[str]], held_out: dict[str, list[str]]
     return hashes
 
 
+def write_lookups(out: Path, chats: Iterable[list[dict[str, str]]]) -> None:
+    """Write OUT/lookups.jsonl.gz and OUT/lookups.jinja."""
+    with gzip.GzipFile(out / "lookups.jsonl.gz", "wb", mtime=0) as lines:
+        for messages in chats:
+            lines.write(json.dumps({"messages": messages}).encode() + b"\n")
+    (out / "lookups.jinja").write_text(TEMPLATE + "\n")
+
+
 @exit_status
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--novels", type=Path, nargs="*", default=[], metavar="FILE", help="UTF-8 texts to train on")
     parser.add_argument("--root", type=Path, default=Path("/usr/share"), help="where packages' texts are (/usr/share)")
     parser.add_argument("--megabytes", type=float, default=4.0, help="of each kind (4)")
-    parser.add_argument("--records", type=int, default=0, metavar="N", help="documents with entries to look up (0)")
+    parser.add_argument("--lookups", type=int, default=0, metavar="N", help="documents with facts to look up (0)")
     parser.add_argument("--out", type=Path, required=True, help="the folder to write")
     options = parser.parse_args(arguments)
     train, held_out = collect(options.novels, options.root, options.megabytes * 1e6)
-    if options.records:
-        train["records"] = [*records([text for texts in train.values() for text in texts], options.records)]
     hashes = write(options.out, train, held_out)
+    if options.lookups:
+        write_lookups(options.out, lookups([text for texts in train.values() for text in texts], options.lookups))
     for kind, texts in train.items():
         size = sum(len(text.encode()) for text in texts)
         print(f"{kind}: {len(texts)} documents, {size:,} bytes; held out {len(hashes.get(kind, ()))}")

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from scripts import script
 
+from pod import prepare
+from pod.data.prepared import PreparedDataset
 from pod.evaluation.texts import read_text
 
 corpus = script("data/corpus.py")
@@ -73,20 +75,57 @@ def test_the_same_again_and_no_more_than_is_asked_for(tmp_path, system):
         assert sum(sizes[:-1]) < 20_000  # the last one reaches it
 
 
-def test_records_are_asked_for_behind_the_text_that_holds_them(tmp_path, system):
-    documents = run(tmp_path, system, "--megabytes", "0.02", "--records", "30")
-    assert documents[:-30] == run(tmp_path, system, "--megabytes", "0.02")
-    texts = [each["text"] for each in documents[:-30]]
-    for document in documents[-30:]:
-        assert document["source"] == "records"
-        lines = document["text"].splitlines()
-        answers = {line.removeprefix("Question: ") for line in lines[-corpus.ENTRIES :]}
-        held = [line for line in lines[: -corpus.ENTRIES] if line.startswith("Register: ")]
-        found = [re.fullmatch(r"Register: (the \w+ \w+), (\w+) (.+)\.", line).groups() for line in held]
-        assert {f"{kind} of {thing}? Answer: {value}" for thing, kind, value in found} == answers
-        assert len({thing for thing, _, _ in found}) == len(answers) == corpus.ENTRIES
-        passage = "\n".join(line for line in lines[: -corpus.ENTRIES] if line not in held)
-        assert any(passage in text for text in texts)
+def test_what_is_looked_up_stands_in_the_passage_before(tmp_path, system):
+    plain = run(tmp_path, system, "--megabytes", "0.02")
+    assert run(tmp_path, system, "--megabytes", "0.02", "--lookups", "30") == plain
+    lines = gzip.decompress((tmp_path / "out/lookups.jsonl.gz").read_bytes()).decode().splitlines()
+    chats = [json.loads(line)["messages"] for line in lines]
+    assert len(chats) == 60 and all(chat[-1]["role"] == "assistant" for chat in chats)
+    texts = [each["text"] for each in plain]
+    for whole in chats[::2]:
+        assert len(whole) == 1 and any(whole[0]["content"] in text for text in texts)
+    answers = 0
+    for chat in chats[1::2]:
+        assert sum(len(message["content"]) for message in chat) > corpus.LOOKED_UP / 2
+        for asked, answered in zip(chat[::2], chat[1::2], strict=True):
+            assert (asked["role"], answered["role"]) == ("user", "assistant")
+            value = re.fullmatch(r"(.* )?(\S+-\S+|\w+ \w+ \w+|\d+)\.(<\|im_end\|>)?\n+", answered["content"]).group(2)
+            held = [line for line in asked["content"].splitlines() if value in line]
+            stated = [
+                found.group("name")
+                for fact, _, _ in corpus.FACTS
+                for line in held
+                if (found := re.fullmatch(_pattern(fact, value), line))
+            ]
+            assert len(stated) == len(held) == 1  # once, and not in the question
+            *_, question = asked["content"].removesuffix("<|im_end|>\n<|im_start|>assistant\n").split(held[0])
+            assert stated[0] in question
+            answers += 1
+    assert answers > 60
+
+
+def _pattern(fact: str, value: str) -> str:
+    return re.escape(fact).replace(r"\{name\}", "(?P<name>.+)").replace(r"\{value\}", re.escape(value))
+
+
+def test_the_template_of_look_ups_writes_them_as_they_are_and_answers_are_learned(tmp_path, system):
+    run(tmp_path, system, "--megabytes", "0.02", "--lookups", "10")
+    out = tmp_path / "out"
+    options = ["--source", str(out / "lookups.jsonl.gz"), "--chat", "--chat-template", str(out / "lookups.jinja")]
+    options += ["--tokenizer", "bytes", "--sequence-length", "9000", "--one-document", "--held-out", "0"]
+    assert prepare.main([*options, "--out", str(tmp_path / "prepared"), "--num-proc", "1"]) == 0
+    lines = gzip.decompress((out / "lookups.jsonl.gz").read_bytes()).decode().splitlines()
+    written = {}
+    for messages in (json.loads(line)["messages"] for line in lines):
+        text = "".join(message["content"] for message in messages)
+        written[text] = "".join(message["content"] for message in messages if message["role"] == "assistant")
+    samples = PreparedDataset(tmp_path / "prepared", "train")
+    assert len(samples) == len(written)
+    for sample in samples:
+        ids, labels = sample["input_ids"].tolist(), sample["labels"].tolist()
+        text = bytes(token - 3 for token in ids if token >= 3).decode()
+        learned = bytes(label - 3 for label in labels if label >= 3).decode()
+        assert learned == written[text][text == written[text] :]  # nothing foretells a sample's first token
 
 
 def test_refuses_the_held_out_novel(tmp_path, capsys):
