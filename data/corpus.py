@@ -15,7 +15,7 @@ hashes. No document of the training text, and no long paragraph of its novels, i
 Writes OUT/train.jsonl.gz (one document a line: text, source), OUT/held-out/KIND.txt and OUT/corpus.json (documents,
 bytes, and the sha256 of every held-out document). --lookups N writes OUT/lookups.jsonl.gz, too, for a training that
 learns to answer from far back and keeps its text: N documents of passages with facts strewn in and a question behind
-each passage, of which the answers alone are learned, and of the text's parts N, learned whole; and OUT/lookups.jinja, the
+each passage, of which the answers alone are learned, and N parts of the text, learned whole. OUT/lookups.jinja is the
 chat template that writes both as they are:
 
     python -m pod.prepare --source data/english/lookups.jsonl.gz --chat --chat-template data/english/lookups.jinja \\
@@ -61,7 +61,11 @@ FACTS = (
     ("[{name}] identifier = {value}", "Which identifier belongs to [{name}]?", "[{name}] identifier ="),
     ("Do not forget: {name} has the ticket {value}.", "Which ticket does {name} have?", "{name} has the ticket"),
     ("The archive keeps {name} under {value}.", "Where does the archive keep {name}?", "It keeps {name} under"),
-    ("For {name} the hidden value is {value}.", "What is the hidden value for {name}?", "The hidden value for {name} is"),
+    (
+        "For {name} the hidden value is {value}.",
+        "What is the hidden value for {name}?",
+        "The hidden value for {name} is",
+    ),
 )
 OPENINGS = (
     "",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import pod
 from pod.eviction import CAKE, H2O, TOVA, AdaKV, Cascade, PyramidKV, Quest, SageKV, SnapKV, StreamingLLM
-from pod_kernels.quantized import Quantization, QuantizedSegments, dequantized, quantized
+from pod_kernels.quantized import Quantization, QuantizedSegments, quantized
 from pod_kernels.segments import Segments
 
 MODELS = [
@@ -170,7 +170,7 @@ class Followed:
         spec = self.ahead.quantization
         for is_key, part, held in ((False, layer.values, other.values), (True, layer.keys, other.keys)):
             assert isinstance(held, QuantizedSegments) or not part.data.numel()
-            held = dequantized(held)
+            held = held.full()
             for place, head in enumerate(layer.order[: layer.num_anchors] if is_key else layer.order):
                 for row in range(part.offsets.shape[0]):
                     used = int(self.cache._storage.step.positions[row, -1]) + 1

@@ -320,11 +320,6 @@ class Layout:
         return torch.arange(count, device=shift.device) + shift
 
 
-def dequantized(part: Segments | QuantizedSegments) -> Segments:
-    """The vectors in full precision, whichever way they are stored."""
-    return part.full() if isinstance(part, QuantizedSegments) else part
-
-
 def quantized(full: Segments, used: Tensor, spec: Quantization, is_key: bool) -> QuantizedSegments:
     """Packed segments put to rest.
 

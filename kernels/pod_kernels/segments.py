@@ -131,6 +131,10 @@ class Segments:
         """Empty segments of one capacity; arguments as `packed`, H heads, which may be 0."""
         return cls.packed([[capacity] * batch] * heads, batch, dim, dtype=dtype, device=device)
 
+    def full(self) -> "Segments":
+        """Itself: the vectors are in full precision, as `QuantizedSegments.full` makes its own."""
+        return self
+
     def like(self, sizes: ArrayLike, batch: int, fill: float = 0) -> "Segments":
         """Empty segments of vectors of the same kind; arguments as `packed`."""
         return Segments.packed(

@@ -29,7 +29,7 @@ from pod.cache.storage import Step
 from pod.cache.streams import Streams
 from pod.eviction.base import BEYOND_MEMORY
 from pod_kernels import LayerSlots, Quantization, QuantizedSegments, Segments
-from pod_kernels.quantized import dequantized, quantized
+from pod_kernels.quantized import quantized
 from pod_kernels.segments import Change, repacked
 
 VECTORS = ("values", "keys")
@@ -149,7 +149,7 @@ class Layer(LayerSlots):
 
     def repack(self, name: str, changes: dict[int, Change]) -> None:
         """Give keys or values of some heads, by their place, new slots."""
-        setattr(self, name, repacked(dequantized(getattr(self, name)), changes))
+        setattr(self, name, repacked(getattr(self, name).full(), changes))
         self._resting.pop(name, None)
 
     def dequantize(self) -> None:

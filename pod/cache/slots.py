@@ -55,7 +55,6 @@ from pod_kernels import (
     shared_score_attention,
 )
 from pod_kernels.dispatch import runs_triton
-from pod_kernels.quantized import dequantized
 from pod_kernels.segments import Change, Chosen, KeptOnDevice
 from pod_kernels.triangle import triangle_attention
 
@@ -729,11 +728,11 @@ class SlotStorage(Storage):
 
     def keys(self, layer: int) -> Tensor:
         """[A, B, N, D] of a layer's anchor heads, in full precision."""
-        return dequantized(self.layers[layer].keys).padded(0)
+        return self.layers[layer].keys.full().padded(0)
 
     def values(self, layer: int) -> Tensor:
         """[A, B, N, D] of a layer's anchor heads, in full precision; N is that of `keys` or more."""
-        return dequantized(self.layers[layer].values).padded(0)[: self.num_anchors[layer]]
+        return self.layers[layer].values.full().padded(0)[: self.num_anchors[layer]]
 
     def output(self, layer: int) -> Tensor:
         """[H_kv, G, hidden, D] the query heads' parts of a layer's output projection.
