@@ -210,7 +210,7 @@ class Decision:
         self.method, self.storage, self.blocks = method, storage, config.blocks
         self._sums = method.scores_stay == "sum"
         self.last_layer = self.blocks.layout().last_layers
-        self.groups = config.num_attention_heads // config.num_key_value_heads
+        self.groups, self.recent_size = config.num_attention_heads // config.num_key_value_heads, config.recent_size
         self.sinks = {unit: config.sink_size if last > unit[0] else 0 for unit, last in self.last_layer.items()}
         if method.per_layer:
             for layer, head in self.sinks:
@@ -420,12 +420,20 @@ class Decision:
     def _forced(self, layer: int, heads: tuple[int, ...], held: Tensor, newest: Tensor) -> Tensor:
         """[B, A, N] what is always kept: the last tokens, and sinks of units of several layers."""
         sinks = self.storage.on_device(tuple(self.sinks[layer, head] for head in heads), held.device)[:, None]
-        runs = [(method.protected(self.groups), rows) for method, rows in self._runs]
-        last = runs[0][0]
-        if len(runs) > 1:
-            each = tuple(protected for protected, rows in runs for _ in range(rows.start, rows.stop))
-            last = self.storage.on_device(each, held.device)[:, None, None]
+        runs = [(tuple(self._last(method, (layer, head)) for head in heads), rows) for method, rows in self._runs]
+        last, alike = max(runs[0][0], default=0), {each for lasts, _ in runs for each in lasts}
+        if len(alike) > 1:
+            rows = [lasts for lasts, rows in runs for _ in range(len(held))[rows]]
+            last = self.storage.on_device(sum(rows, ()), held.device).view(-1, len(heads), 1)
         return (held >= 0) & ((held < sinks) | (held > newest[:, None, None] - last))
+
+    def _last(self, method: Eviction, unit: Unit) -> int:
+        """How many last tokens a block always keeps."""
+        last = method.protected(self.groups)
+        if self.last_layer[unit] == unit[0] or not method.recent_in_blocks:
+            return last
+        most = int(method.recent_in_blocks * (method.budget - self.sinks[unit]))
+        return max(last, min(most, self.recent_size))
 
     def _allocated(self, stage: Stage, newest: Tensor) -> np.ndarray:
         """Enter the stage; budgets [A, B] of its units, and new targets of those before it."""
@@ -446,7 +454,7 @@ class Decision:
         """[A, B] for each stage, what `Eviction.allocate` says; rows of at most the method's `spares` are spared."""
         seen, self._spared, parts = (newest + 1).tolist(), [], []
         for method, rows in self._runs:
-            always = {unit: sinks + method.protected(self.groups) for unit, sinks in self.sinks.items()}
+            always = {unit: sinks + self._last(method, unit) for unit, sinks in self.sinks.items()}
             spared = [count <= getattr(method, spares) for count in seen[rows]]
             stages = self._stages if len(self._runs) == 1 else [stage.of_rows(rows) for stage in self._stages]
             parts.append(method.allocate(Sharing(self.blocks, always, seen[rows], spared, stages)))

@@ -289,6 +289,9 @@ class Eviction(Method):
             step scores is added for that step only. None: every eviction scores anew.
         per_layer: all KV heads anchored in a layer keep the same positions.
         reads_outputs: `score` asks for `Observation.output_norms`.
+        recent_in_blocks: in a block of several layers, the share of its budget beside the sinks that goes to the last
+            tokens first, up to the model's recent ones: its later layers attend to these by keys of their own, of which
+            the anchor's scores know nothing.
         waits: the first prefill evicts nothing, and `PodCache.evict` is to say its scores before anything follows.
             `allocate` is then called once more, with scores and candidates of all stages.
     """
@@ -301,6 +304,7 @@ class Eviction(Method):
     scores_stay: ClassVar[Literal["sum", "prefill"] | None] = None
     per_layer: ClassVar[bool] = False
     reads_outputs: ClassVar[bool] = False
+    recent_in_blocks: ClassVar[float] = 0.0
     waits: ClassVar[bool] = False
 
     def __post_init__(self) -> None:

@@ -17,21 +17,25 @@ class KVzip(Eviction):
     A prefill keeps everything. `pod.reconstruct` then feeds the context once more, `chunk` tokens at a time behind a
     request to repeat them, and nothing of that stays. A token's score is the largest weight that any query of it pays,
     of any query head of its KV head, in a softmax over the sinks, the chunk and what is fed. The tokens of all layers
-    and heads are then ranked together. In a block its anchor's attention decides, and a token counts for each layer.
-    Costs two further prefills; what comes later is only added.
+    and heads are then ranked together. In a block its anchor's attention decides, and a token counts for each layer;
+    but `recent_in_blocks` of its budget are the last tokens, which its later layers read by keys of their own: without
+    them PoD models lose what a dense one does not (docs/EVALUATE.md). Costs two further prefills; what comes later is
+    only added.
 
     Args:
         budget: tokens kept per layer and KV head on average; or a share, see `Method`.
         sinks: first tokens, which are kept before all others; at least those of the system prompt.
         chunk: tokens that are repeated at once.
+        recent_in_blocks: see `Eviction`; of the authors' nothing, for dense models.
 
     Raises:
-        ValueError: sinks negative, chunk below 1, or query_aware, which this is not.
+        ValueError: sinks negative, chunk below 1, recent_in_blocks no share, or query_aware, which this is not.
     """
 
     query_aware: bool = field(default=False, kw_only=True)
     sinks: int = 4
     chunk: int = 2048
+    recent_in_blocks: float = 0.75
 
     waits: ClassVar[bool] = True
 
@@ -41,6 +45,8 @@ class KVzip(Eviction):
             raise ValueError(
                 f"KVzip: sinks must not be negative and chunk must be at least 1, got {self.sinks} and {self.chunk}"
             )
+        if not 0 <= self.recent_in_blocks <= 1:
+            raise ValueError(f"KVzip: recent_in_blocks must be a share, 0 to 1, got {self.recent_in_blocks}")
         if self.query_aware:
             raise ValueError("KVzip: query_aware must be False: the context alone is repeated, without a question")
 

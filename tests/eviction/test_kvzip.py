@@ -70,12 +70,14 @@ def loop_scores(model, row, method, with_request):
     return scores
 
 
-def loop_kept(config, scores, budget):
-    """(anchor, head) -> positions: the best of all, a token of a block for each of its layers."""
+def loop_kept(config, scores, budget, recent, length):
+    """(anchor, head) -> positions: of blocks the last ones, then the best of all, a token of a block for each layer."""
     anchors = config.blocks.anchors.tolist()
     sizes = {unit: sum(line[unit[1]] == unit[0] for line in anchors) for unit in scores}
     room, queue = budget * sum(sizes.values()), []
-    kept = {unit: {p for p in scores[unit] if p < config.sink_size and sizes[unit] > 1} for unit in scores}
+    last = length - min(config.recent_size, int(recent * (budget - config.sink_size)))
+    kept = {unit: {p for p in scores[unit] if p < config.sink_size or p >= last} for unit in scores}
+    kept = {unit: some if sizes[unit] > 1 else set() for unit, some in kept.items()}
     room -= sum(sizes[unit] * len(kept[unit]) for unit in scores)
     for unit in scores:
         queue += [(-score, -p, *unit) for p, score in scores[unit].items() if p not in kept[unit]]
@@ -95,9 +97,10 @@ def loop_kept(config, scores, budget):
     ids=["blocks", "dense", "streams"],
 )
 @pytest.mark.parametrize("with_request", [True, False], ids=["request", "alone"])
-@pytest.mark.parametrize("budget, chunk, sinks", [(12, 16, 4), (0.3, 64, 2), (18, 9, 0)])
-def test_kept_positions_are_those_of_a_loop(lengths, anchors, with_request, budget, chunk, sinks):
-    model, method = build(anchors=anchors), KVzip(budget, sinks=sinks, chunk=chunk)
+@pytest.mark.parametrize("budget, chunk, sinks, recent", [(12, 16, 4, 0.75), (0.3, 64, 2, 0.5), (18, 9, 0, 0)])
+def test_kept_positions_are_those_of_a_loop(lengths, anchors, with_request, budget, chunk, sinks, recent):
+    model = build(anchors=anchors)
+    method = KVzip(budget, sinks=sinks, chunk=chunk, recent_in_blocks=recent)
     cache = pod.PodCache(model.config, eviction=method)
     ids, mask = left_padded(lengths)
     mask = mask if len(lengths) > 1 else None
@@ -110,7 +113,7 @@ def test_kept_positions_are_those_of_a_loop(lengths, anchors, with_request, budg
         tokens_of_row = ids[row, -length:]
         each = budget if isinstance(budget, int) else max(int(0.3 * length), 3)
         scores = loop_scores(model, tokens_of_row, method, with_request)
-        wanted = loop_kept(model.config, scores, each)
+        wanted = loop_kept(model.config, scores, each, recent, length)
         for layer, line in enumerate(model.config.blocks.anchors.tolist()):
             for head, anchor in enumerate(line):
                 held = {p for p in cache.positions(layer)[row, head].tolist() if p >= 0}
@@ -189,6 +192,8 @@ def test_misuse_is_named():
         KVzip(12, query_aware=True)
     with pytest.raises(ValueError, match="chunk must be at least 1, got 4 and 0"):
         KVzip(12, chunk=0)
+    with pytest.raises(ValueError, match="recent_in_blocks must be a share, 0 to 1, got 1.5"):
+        KVzip(12, recent_in_blocks=1.5)
     with pytest.raises(ValueError, match="KVzip scores all layers at once, and goes alone"):
         Combined(12, KVzip(12), AdaKV(12, window=0 + 1, query_aware=False), query_aware=False)
     cache = pod.PodCache(model.config, eviction=SnapKV(12, window=4))
