@@ -209,9 +209,10 @@ def lookups(texts: list[str], count: int) -> Iterator[list[dict[str, str]]]:
         for name, given in facts.items():
             lines.insert(draw.randrange(len(lines) + 1), fact.format(name=name, value=given))
         name, given = draw.choice([*facts.items()])
+        read, learned = draw.choice(FRAMES)
         words = {"question": question.format(name=name), "answer": answer.format(name=name), "value": given}
-        read, learned = (part.format(passage="{passage}", **words) for part in draw.choice(FRAMES))
-        return read.replace("{passage}", draw.choice(OPENINGS) + "\n".join(lines)), learned
+        words["passage"] = draw.choice(OPENINGS) + "\n".join(lines)
+        return read.format(**words), learned.format(**words)
 
     for _ in range(count):
         yield [{"role": "assistant", "content": passage(WHOLE)}]
@@ -253,6 +254,13 @@ def collect(files: list[Path], root: Path, limit: float) -> tuple[dict[str, list
     return train, held_out
 
 
+def write_lines(path: Path, records: Iterable[dict]) -> None:
+    """Write gzipped JSON lines, the same bytes for the same records."""
+    with gzip.GzipFile(path, "wb", mtime=0) as lines:
+        for record in records:
+            lines.write(json.dumps(record).encode() + b"\n")
+
+
 def write(out: Path, train: dict[str, list[str]], held_out: dict[str, list[str]]) -> dict[str, list[str]]:
     """Write what the command promises; the hashes of the held-out documents by kind.
 
@@ -264,10 +272,9 @@ def write(out: Path, train: dict[str, list[str]], held_out: dict[str, list[str]]
     if both := [text for texts in train.values() for text in texts if digest(text) in kept_back]:
         raise ValueError(f"a document is held out and trained on: {both[0][:60]!r}...")
     (out / "held-out").mkdir(parents=True, exist_ok=True)
-    with gzip.GzipFile(out / "train.jsonl.gz", "wb", mtime=0) as lines:
-        for kind, texts in train.items():
-            for text in texts:
-                lines.write(json.dumps({"text": text, "source": kind}).encode() + b"\n")
+    write_lines(
+        out / "train.jsonl.gz", ({"text": text, "source": kind} for kind, texts in train.items() for text in texts)
+    )
     for kind, texts in held_out.items():
         (out / f"held-out/{kind}.txt").write_text("\n".join(texts), encoding="utf-8")
     count = {
@@ -276,14 +283,6 @@ def write(out: Path, train: dict[str, list[str]], held_out: dict[str, list[str]]
     }
     (out / "corpus.json").write_text(json.dumps({"train": count, "held_out": hashes}, indent=2) + "\n")
     return hashes
-
-
-def write_lookups(out: Path, chats: Iterable[list[dict[str, str]]]) -> None:
-    """Write OUT/lookups.jsonl.gz and OUT/lookups.jinja."""
-    with gzip.GzipFile(out / "lookups.jsonl.gz", "wb", mtime=0) as lines:
-        for messages in chats:
-            lines.write(json.dumps({"messages": messages}).encode() + b"\n")
-    (out / "lookups.jinja").write_text(TEMPLATE + "\n")
 
 
 @exit_status
@@ -298,7 +297,9 @@ def main(arguments: list[str] | None = None) -> None:
     train, held_out = collect(options.novels, options.root, options.megabytes * 1e6)
     hashes = write(options.out, train, held_out)
     if options.lookups:
-        write_lookups(options.out, lookups([text for texts in train.values() for text in texts], options.lookups))
+        chats = lookups([text for texts in train.values() for text in texts], options.lookups)
+        write_lines(options.out / "lookups.jsonl.gz", ({"messages": messages} for messages in chats))
+        (options.out / "lookups.jinja").write_text(TEMPLATE + "\n")
     for kind, texts in train.items():
         size = sum(len(text.encode()) for text in texts)
         print(f"{kind}: {len(texts)} documents, {size:,} bytes; held out {len(hashes.get(kind, ()))}")
