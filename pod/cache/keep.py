@@ -421,10 +421,10 @@ class Decision:
         """[B, A, N] what is always kept: the last tokens, and sinks of units of several layers."""
         sinks = self.storage.on_device(tuple(self.sinks[layer, head] for head in heads), held.device)[:, None]
         runs = [(tuple(self._last(method, (layer, head)) for head in heads), rows) for method, rows in self._runs]
-        last, alike = max(runs[0][0], default=0), {each for lasts, _ in runs for each in lasts}
-        if len(alike) > 1:
-            rows = [lasts for lasts, rows in runs for _ in range(len(held))[rows]]
-            last = self.storage.on_device(sum(rows, ()), held.device).view(-1, len(heads), 1)
+        each = sum((lasts * len(range(len(held))[rows]) for lasts, rows in runs), ())  # [B * A]
+        last = max(each, default=0)
+        if len(set(each)) > 1:
+            last = self.storage.on_device(each, held.device).view(len(held), -1, 1)
         return (held >= 0) & ((held < sinks) | (held > newest[:, None, None] - last))
 
     def _last(self, method: Eviction, unit: Unit) -> int:

@@ -255,7 +255,7 @@ class Sharing:
 
     Attributes:
         blocks: the model's blocks; of one layer each in a dense model.
-        always: tokens that a block (its anchor layer, its KV head) always keeps: window and, if it shares, sinks.
+        always: tokens that a block (its anchor layer, its KV head) always keeps: last ones and, if it shares, sinks.
         seen: [B] tokens of each row so far, evicted ones included.
         spared: [B] rows of which this prefill evicts nothing: they are not above the method's threshold.
         stages: the layers with anchors up to now, the newest last.

@@ -26,7 +26,7 @@ class KVzip(Eviction):
         budget: tokens kept per layer and KV head on average; or a share, see `Method`.
         sinks: first tokens, which are kept before all others; at least those of the system prompt.
         chunk: tokens that are repeated at once.
-        recent_in_blocks: see `Eviction`; of the authors' nothing, for dense models.
+        recent_in_blocks: see `Eviction`; nothing in blocks of one layer, to which the paper's dense models come.
 
     Raises:
         ValueError: sinks negative, chunk below 1, recent_in_blocks no share, or query_aware, which this is not.
