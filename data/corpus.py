@@ -37,6 +37,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from pod.data.demo_corpus import standard_library
+from pod.evaluation.texts import read_text
 from pod.terminal import exit_status
 
 NOVEL = Path(__file__).resolve().parent / "held-out/persuasion.txt.gz"
@@ -110,14 +111,11 @@ def novels(files: list[Path]) -> Iterator[str]:
     """The files' parts.
 
     Raises:
-        ValueError: a file is no UTF-8 text, or tells what the held-out novel tells; names it.
+        ValueError: a file is not there or no UTF-8 text, or tells what the held-out novel tells; names it.
     """
     kept_back = paragraphs(held_out_novel())
     for file in files:
-        try:
-            text = file.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"--novels {file}: not UTF-8 ({error.reason} at byte {error.start})") from error
+        text = read_text(file, "--novels").replace("\r\n", "\n").replace("\r", "\n")
         if both := paragraphs(text) & kept_back:
             raise ValueError(f"--novels {file} has {len(both)} paragraphs of the held-out {NOVEL.name}: leave it out")
         part = ""
@@ -294,6 +292,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--lookups", type=int, default=0, metavar="N", help="documents with facts to look up (0)")
     parser.add_argument("--out", type=Path, required=True, help="the folder to write")
     options = parser.parse_args(arguments)
+    if options.lookups < 0:
+        raise ValueError(f"--lookups {options.lookups} must not be negative: 0 writes none")
     train, held_out = collect(options.novels, options.root, options.megabytes * 1e6)
     hashes = write(options.out, train, held_out)
     if options.lookups:
@@ -303,7 +303,8 @@ def main(arguments: list[str] | None = None) -> None:
     for kind, texts in train.items():
         size = sum(len(text.encode()) for text in texts)
         print(f"{kind}: {len(texts)} documents, {size:,} bytes; held out {len(hashes.get(kind, ()))}")
-    print(f"written: {options.out}/train.jsonl.gz, held-out/, corpus.json")
+    more = ", lookups.jsonl.gz, lookups.jinja" if options.lookups else ""
+    print(f"written: {options.out}/train.jsonl.gz, held-out/, corpus.json{more}")
 
 
 if __name__ == "__main__":

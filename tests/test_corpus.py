@@ -138,6 +138,11 @@ def test_refuses_the_held_out_novel(tmp_path, capsys):
     (tmp_path / "part.txt").write_bytes(b"\xff\xfe")
     assert corpus.main(arguments) == 2
     assert "part.txt: not UTF-8" in capsys.readouterr().err
+    arguments[1] = str(tmp_path / "none.txt")
+    assert corpus.main(arguments) == 2
+    assert "--novels" in (said := capsys.readouterr().err) and "none.txt: there is no such file; give the path" in said
+    assert corpus.main([*arguments, "--lookups", "-3"]) == 2
+    assert "--lookups -3 must not be negative: 0 writes none" in capsys.readouterr().err
 
 
 def test_a_packed_text_is_read(tmp_path):
