@@ -202,8 +202,8 @@ def lookups(texts: list[str], count: int) -> Iterator[list[dict[str, str]]]:
     def lookup(length: int) -> tuple[str, str]:
         """A passage with its question, and the answer."""
         lines, (fact, question, answer) = passage(length).splitlines(), draw.choice(FACTS)
-        named, value = draw.choice(names), draw.choice(values)
-        facts = {named(): value() for _ in range(draw.choice((1, 1, 2, 4)))}
+        named, value = draw.choice(names), draw.choices(values, (2, 2, 1))[0]
+        facts = {named(): value() for _ in range(draw.choice((1, 2, 4, 4)))}
         for name, given in facts.items():
             lines.insert(draw.randrange(len(lines) + 1), fact.format(name=name, value=given))
         name, given = draw.choice([*facts.items()])

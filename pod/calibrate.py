@@ -2,6 +2,7 @@
 
     python -m pod.calibrate --ckpt exports/llama3-32k --text-file book.txt --out runs/calibration.safetensors
     python -m pod.calibrate --ckpt checkpoints/tiny-base --measure razor --out runs/calibration.safetensors
+    python -m pod.calibrate --ckpt exports/llama3-32k --text-file book.txt --learn --out runs/heads.safetensors
 
 Three measurements, which `--measure` names, all without training; `pod.calibration` is the file and who reads it.
 
@@ -16,10 +17,14 @@ query after the text pays to any of its tokens.
 *filters* (Q-Filters, arXiv 2503.02812): of queries after RoPE, sampled from texts, the first right singular vector,
 with the sign that makes most products with queries positive; a KV head has the mean of its query heads.
 
+`--learn` writes *duo* instead: head scores that are trained as DuoAttention's are (`pod.training.head_gates`). A run
+that was stopped goes on with the same command, from what lies in OUT-learning/; the log in there stays.
+
 Shapes: L layers, H_kv KV heads, G query heads per KV head, T tokens, N tokens of one repetition, D head dimension.
 """
 
 import argparse
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,6 +41,7 @@ from pod.eviction.base import ranks
 from pod.files import check_writable
 from pod.model.probe import Meter, Seen, watch
 from pod.model.reconstruction import FIRST
+from pod.model.weights import weights_hash
 from pod.terminal import exit_status
 
 MEASUREMENTS = ("razor", "kvzip", "filters")
@@ -262,27 +268,63 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m pod.calibrate", description=__doc__.split("\n")[0])
     parser.add_argument("--ckpt", required=True, help="an exported model's directory, or any of a supported family")
     parser.add_argument("--out", required=True, type=Path, help="the safetensors file to write")
-    parser.add_argument("--text-file", type=Path, help="a UTF-8 file, for all but razor; 40,000 tokens are enough")
-    parser.add_argument("--measure", default=",".join(MEASUREMENTS), help="which of %(default)s (all)")
-    parser.add_argument("--repeated", type=int, default=2500, help="random tokens that razor repeats (2500)")
-    parser.add_argument("--length", type=int, default=2048, help="tokens of kvzip's text and of filters' parts (2048)")
-    parser.add_argument("--samples", type=int, default=19, help="parts of the text for filters (19)")
-    parser.add_argument("--queries", type=int, default=3000, help="of each query head, for filters (3000)")
+    parser.add_argument(
+        "--text-file", type=Path, help="a UTF-8 file, for all but razor; 40,000 tokens are enough to measure"
+    )
     parser.add_argument("--force", action="store_true", help="replace the file, where there is one")
+    measuring = parser.add_argument_group("measurements")
+    measuring.add_argument("--measure", help=f"which of {','.join(MEASUREMENTS)} (all)")
+    measuring.add_argument("--repeated", type=int, help="random tokens that razor repeats (2500)")
+    measuring.add_argument("--length", type=int, help="tokens of kvzip's text and of filters' parts (2048)")
+    measuring.add_argument("--samples", type=int, help="parts of the text for filters (19)")
+    measuring.add_argument("--queries", type=int, help="of each query head, for filters (3000)")
+    learning = parser.add_argument_group("learning")
+    learning.add_argument("--learn", action="store_true", help="learn duo's head scores instead; hours, on a GPU")
+    learning.add_argument("--steps", type=int, help="of the optimiser, a sample each (2000)")
+    learning.add_argument("--shortest", type=int, help="tokens of the shortest sample (1000)")
+    learning.add_argument("--longest", type=int, help="and of the longest (32000, or what the model takes)")
+    learning.add_argument("--needles", type=int, help="that a sample hides and asks for (10)")
+    learning.add_argument("--words", type=int, help="of each needle (32)")
+    learning.add_argument("--sink-size", type=int, help="of heads that stream (a PoD model's own; 128)")
+    learning.add_argument("--recent-size", type=int, help="of heads that stream (a PoD model's own; 256)")
+    learning.add_argument("--lr", type=float, help="the highest learning rate (0.02)")
+    learning.add_argument("--penalty", type=float, help="what the mean gate weighs in the loss (0.05)")
+    learning.add_argument("--seed", type=int, help="of the samples (0)")
     options = parser.parse_args(arguments)
     if options.out.exists() and not options.force:
         raise ValueError(f"{options.out} exists: choose another --out, or replace it with --force")
     check_writable(options.out.parent)
     text = None if options.text_file is None else read_text(options.text_file, "--text-file")
-    sizes = {name: getattr(options, name) for name in ("repeated", "length", "samples", "queries")}
-    measure = options.measure.split(",")
-    check(text, measure, **sizes)
-    model, tokenizer = load(options.ckpt)
-    tensors, made = calibrate(model, tokenizer, text, measure, **sizes)
+    measured, learned = (
+        {name: value for name in names if (value := getattr(options, name)) is not None}
+        for names in (
+            ("measure", "repeated", "length", "samples", "queries"),
+            ("steps", "shortest", "longest", "needles", "words", "sink_size", "recent_size", "lr", "penalty", "seed"),
+        )
+    )
+    if wrong := measured if options.learn else learned:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
+        raise ValueError(f"{names}: {'not with' if options.learn else 'only with'} --learn")
+    folder = options.out.with_name(f"{options.out.stem}-learning")
+    if options.learn:
+        from pod.training.head_gates import Learning, learn  # Lightning, which measuring does without
+
+        if text is None:
+            raise ValueError("--learn hides words in a text: give one with --text-file")
+        how = Learning(**learned)
+        model, tokenizer = load(options.ckpt)
+        scores, settings = learn(model, tokenizer, text, folder, how, weights=weights_hash(options.ckpt))
+        tensors, made = {"duo": scores}, {"duo": settings}
+    else:
+        measured["measure"] = (options.measure or ",".join(MEASUREMENTS)).split(",")
+        check(text, **measured)
+        model, tokenizer = load(options.ckpt)
+        tensors, made = calibrate(model, tokenizer, text, **measured)
     calibration.save(options.out, tensors, model.config, made)
     for name, how in made.items():
         shape = " x ".join(map(str, tensors[name].shape))
         print(f"{name}: {shape}, {', '.join(f'{key} {value}' for key, value in how.items())}")
+    shutil.rmtree(folder / "steps", ignore_errors=True)  # what a stopped run would go on from
     print(f"written: {options.out}")
 
 

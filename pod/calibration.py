@@ -29,7 +29,7 @@ from pod.files import replacing
 
 FORMAT, VERSION = "pod-calibration", 1
 # [L, H_kv], between 0 and 1, higher where a head needs the distant past more; what they are is said in `pod.calibrate`.
-HEAD_SCORES = ("echo", "induction", "razor", "kvzip")
+HEAD_SCORES = ("echo", "induction", "razor", "kvzip", "duo")
 # [L, H_kv, D], of keys after RoPE.
 FILTERS = "filters"
 # What keys and queries depend on, beside the weights.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
 
+from pod import calibration
 from pod.blocks import LayerBlocks
 from pod.files import read_json
 
@@ -29,7 +30,8 @@ def head_scores(path: str | os.PathLike[str], config: PreTrainedConfig) -> Tenso
         path: a table as DuoAttention (arXiv 2410.10819, github.com/mit-han-lab/duo-attention) publishes them: a line
             for each layer, in it a number for each KV head, tabs between; or the folder that holds it as
             `full_attention_heads.tsv`. Beside it, `config.json` says the sizes it was learned with. Or a calibration
-            file, FILE.safetensors, and after a colon which of its scores: razor (the default), induction, echo, kvzip.
+            file, FILE.safetensors, and after a colon which of its scores: razor (the default), induction, echo, kvzip,
+            duo.
         config: of the model, dense or PoD, that the scores are for.
 
     Returns:
@@ -39,11 +41,8 @@ def head_scores(path: str | os.PathLike[str], config: PreTrainedConfig) -> Tenso
         FileNotFoundError: there is no such file.
         ValueError: it is no such table, or of another model; names the file, and the line.
     """
-    file, _, name = str(path).rpartition(":")
-    if file.endswith(".safetensors") or name.endswith(".safetensors"):
-        from pod.calibration import head_scores as calibrated
-
-        return calibrated(file, name, config) if file.endswith(".safetensors") else calibrated(path, MEASURED, config)
+    if (measured := _measured(path)) is not None:
+        return calibration.head_scores(*measured, config)
     path = Path(path)
     path = path / DUO_SCORES if path.is_dir() else path
     if not path.is_file():
@@ -79,15 +78,26 @@ def streamed(
     """
     found = blocks.streaming(head_scores(path, config), share)
     beside = Path(path if os.path.isdir(path) else os.path.dirname(path)) / DUO_CONFIG
-    learned = read_json(beside) if beside.is_file() and ".safetensors" not in str(path) else {}
+    if (measured := _measured(path)) is not None:
+        learned = calibration.load(measured[0]).made.get(measured[1])
+    else:
+        learned = read_json(beside) if beside.is_file() else None
     learned = [learned.get(name) for name in ("sink_size", "recent_size")] if isinstance(learned, dict) else []
     if any(isinstance(of, int) and of > size for of, size in zip(learned, sizes, strict=False)):
         print(
-            f"warning: {beside}: these heads were found with {learned[0]} sinks and {learned[1]} recent tokens, and "
+            f"warning: {path}: these heads were found with {learned[0]} sinks and {learned[1]} recent tokens, and "
             f"model.sink_size, model.recent_size are {sizes[0]}, {sizes[1]}: fewer tokens may be too few for them",
             file=sys.stderr,
         )
     return found
+
+
+def _measured(path: str | os.PathLike[str]) -> tuple[str, str] | None:
+    """(calibration file, which of its scores) of FILE.safetensors:NAME or FILE.safetensors; None of another path."""
+    file, _, name = str(path).rpartition(":")
+    if file.endswith(".safetensors"):
+        return file, name
+    return (str(path), MEASURED) if name.endswith(".safetensors") else None
 
 
 def _numbers(path: Path, line: int, row: list[str]) -> list[float]:
