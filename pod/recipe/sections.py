@@ -126,7 +126,7 @@ class Blocks(Section):
     `blocks.kv_saving` is of these others' bytes. With `blocks.file` or `blocks.size` whole blocks stream."""
     head_scores: str | None = Field(None, min_length=1)
     """How much each KV head needs distant tokens: DuoAttention's full_attention_heads.tsv or its folder, or a file of
-    pod.calibrate, FILE.safetensors:razor (or induction, echo, kvzip)."""
+    pod.calibrate, FILE.safetensors:razor (or induction, echo, kvzip, duo)."""
     size: int | None = Field(None, ge=1)
     """Layers of each block, from the lowest layer up, the same for every KV head, without looking at the model: wins
     over `blocks.kv_saving`. Cross-layer attention (`model.share=kv`) takes 2. null: the blocks are found."""
