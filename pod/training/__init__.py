@@ -8,6 +8,7 @@ strategy.py     UlyssesDeepSpeedStrategy: ZeRO and sequence-parallel groups unde
 checkpoints.py  a run's checkpoints: written whole, found again
 summary.py      what a run did: a table, a picture, pictures for its logger
 adapters.py     adapters by peft, merged at export
+head_gates.py   learn(): how much each KV head needs the distant past, as DuoAttention learns it
 base_model.py   the stock model or config that training begins with
 plan.py         plan=true: memory, FLOPs, hours of a recipe on a kind of GPU
 """
