@@ -5,7 +5,7 @@ import signal
 import pytest
 import torch
 from scripts import TEXT, save, tiny_llama
-from transformers import ByT5Tokenizer
+from transformers import ByT5Tokenizer, Phi3Config, Phi3ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import pod
 from pod import calibration
@@ -28,7 +28,14 @@ def llama(**changes):
 
 def models():
     dense = llama()
-    return {"dense": dense, "pod": pod.convert(dense, BLOCKS, SINKS, RECENT)}
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
+    sizes |= {"vocab_size": 259, "num_key_value_heads": 2, "initializer_range": 0.3, "pad_token_id": 0}
+    return {
+        "dense": dense,
+        "pod": pod.convert(dense, BLOCKS, SINKS, RECENT),
+        "qwen3": Qwen3ForCausalLM(Qwen3Config(head_dim=8, **sizes)).eval(),
+        "phi3": Phi3ForCausalLM(Phi3Config(eos_token_id=1, **sizes)).eval(),
+    }
 
 
 def norm(x, weight, epsilon):
@@ -102,7 +109,7 @@ def test_the_gated_forward_and_its_gradient_are_the_formulas(kind):
     torch.testing.assert_close(module.alpha.grad.double(), alpha.grad, atol=1e-6, rtol=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["dense", "pod"])
+@pytest.mark.parametrize("kind", ["dense", "pod", "qwen3", "phi3"])
 def test_open_gates_are_the_model_and_shut_ones_window_attention(kind):
     model = models()[kind]
     module = HeadGates(model, SMALL, Vaults(TOKENIZER, TEXT, SMALL))
