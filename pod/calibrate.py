@@ -324,7 +324,8 @@ def main(arguments: list[str]) -> None:
     for name, how in made.items():
         shape = " x ".join(map(str, tensors[name].shape))
         print(f"{name}: {shape}, {', '.join(f'{key} {value}' for key, value in how.items())}")
-    shutil.rmtree(folder / "steps", ignore_errors=True)  # what a stopped run would go on from
+    if options.learn:
+        shutil.rmtree(folder / "steps")  # what a stopped run would have gone on from
     print(f"written: {options.out}")
 
 

@@ -246,6 +246,10 @@ def test_the_command_writes_scores_by_which_heads_stream(tmp_path, capsys):
     streamed(dense, f"{out}:duo", 0.5, config, (3, 8))
     assert "found with 3 sinks and 9 recent tokens" in capsys.readouterr().err
     assert main(line) == 2 and "exists: choose another --out" in capsys.readouterr().err
+    # Measuring into the same file leaves alone what a stopped run would go on from.
+    (tmp_path / "heads-learning/steps").mkdir()
+    assert main(f"--ckpt {folder} --out {out} --measure razor --repeated 5 --force".split()) == 0
+    assert (tmp_path / "heads-learning/steps").is_dir()
 
 
 @pytest.mark.parametrize(
