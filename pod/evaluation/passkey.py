@@ -40,7 +40,7 @@ from pod.evaluation import command, models, report
 from pod.evaluation.haystack import ADJECTIVES, NOUNS
 from pod.evaluation.intervals import of_first
 from pod.evaluation.models import asks_apart, by_row, label_of, parameters_of, read_context
-from pod.evaluation.texts import given_texts
+from pod.evaluation.texts import given_texts, start_ids
 from pod.files import check_writable
 from pod.terminal import exit_status
 
@@ -123,7 +123,7 @@ def passkey_prompts(
     def tokens(piece: str) -> list[int]:
         return tokenizer(piece, add_special_tokens=False)["input_ids"]
 
-    start = [token for token in tokenizer("")["input_ids"] if token == tokenizer.bos_token_id]
+    start = start_ids(tokenizer)
     all_names = [a + b for a in string.ascii_lowercase for b in string.ascii_lowercase]
     tokenised: dict[int, list[int]] = {}
     prompts = []

@@ -43,6 +43,11 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> Tensor:
     return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.long)
 
 
+def start_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What the tokenizer puts before every text: its begin-of-text token, or nothing."""
+    return [token for token in tokenizer("")["input_ids"] if token == tokenizer.bos_token_id]
+
+
 def stretches(ids: Tensor, length: int, limit: int, batch_size: int) -> Iterator[Tensor]:
     """[N] -> batches [B, length] of stretches spread evenly over the text, at most `limit` of them."""
     count = min(limit, len(ids) // length)

@@ -10,6 +10,7 @@ attention is called, and `leave(layer, hidden_states)` with what the decoder lay
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -128,11 +129,23 @@ def watch(
         raise ValueError("batches holds no samples: give at least one [B, T] tensor of input_ids")
 
 
+@contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """In the block no parameter of the model wants a gradient; what wanted one before, does after."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
 def _gradients(
     model: nn.Module, attentions: list[nn.Module], input_ids: Tensor, draws: torch.Generator
 ) -> list[Tensor]:
     """The gradient [T, C] at each attention's output, as `watch` says, of one sample [T]."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     outputs: list[Tensor] = []
 
     def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -142,9 +155,7 @@ def _gradients(
 
     handles = [attention.register_forward_hook(hook) for attention in attentions]
     try:
-        for parameter in trained:
-            parameter.requires_grad_(False)
-        with torch.enable_grad():
+        with frozen(model), torch.enable_grad():
             embedded = model.get_input_embeddings()(input_ids[None]).requires_grad_()
             hidden_states = model.model(inputs_embeds=embedded, use_cache=False).last_hidden_state
             # The logits of all positions at once would be the largest thing in memory.
@@ -157,8 +168,6 @@ def _gradients(
     finally:
         for handle in handles:
             handle.remove()
-        for parameter in trained:
-            parameter.requires_grad_(True)
     return [states.grad[0] for states in outputs]
 
 

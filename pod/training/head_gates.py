@@ -23,8 +23,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_wsd_schedule
 
 from pod.blocks import LayerBlocks
-from pod.evaluation.texts import token_ids
+from pod.evaluation.texts import start_ids, token_ids
 from pod.model.families import convert
+from pod.model.probe import frozen
 from pod.training.checkpoints import Checkpoints, SaveAtEnd, WholeFiles, last_checkpoint
 from pod.training.run import MetricsLog, StepsBar
 
@@ -93,8 +94,8 @@ class Vaults:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, text: str, learning: Learning) -> None:
         self.tokenizer, self.learning = tokenizer, learning
-        self.ids = token_ids(tokenizer, text).tolist()
-        self.start = [token for token in tokenizer("")["input_ids"] if token == tokenizer.bos_token_id]
+        self.ids = self._tokens(text)
+        self.start = start_ids(tokenizer)
         if len(self.ids) < learning.longest:
             raise ValueError(
                 f"the text has {len(self.ids)} tokens, fewer than the longest sample, {learning.longest}: give a "
@@ -136,7 +137,7 @@ class Vaults:
         return [self._tokens(STATED.format(**each)) for each in said], sum(asked, [])
 
     def _tokens(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return token_ids(self.tokenizer, text).tolist()
 
 
 class HeadGates(lightning.LightningModule):
@@ -303,23 +304,23 @@ def learn(
             the folder holds what was begun with other settings.
         Stopped: a signal told the process to end, and a checkpoint was written.
     """
-    learning, pod_sizes = learning or Learning(), hasattr(model.config, "share")
-    sizes = {"sink_size": SINK_SIZE, "recent_size": RECENT_SIZE}
-    for name, size in sizes.items():
-        given = getattr(learning, name)
-        sizes[name] = given if given is not None else getattr(model.config, name) if pod_sizes else size
-    longest = min(learning.longest, model.config.max_position_embeddings)
-    learning = replace(learning, longest=longest, **sizes)
-    if learning.shortest <= sum(sizes.values()):
+    learning, config = learning or Learning(), model.config
+    sinks, recent = (config.sink_size, config.recent_size) if hasattr(config, "share") else (SINK_SIZE, RECENT_SIZE)
+    learning = replace(
+        learning,
+        longest=min(learning.longest, config.max_position_embeddings),
+        sink_size=sinks if learning.sink_size is None else learning.sink_size,
+        recent_size=recent if learning.recent_size is None else learning.recent_size,
+    )
+    if learning.shortest <= learning.sink_size + learning.recent_size:
         raise ValueError(
-            f"a sample of {learning.shortest} tokens has none that is distant at {sizes['sink_size']} sinks and "
-            f"{sizes['recent_size']} recent tokens: take a longer --shortest"
+            f"a sample of {learning.shortest} tokens has none that is distant at {learning.sink_size} sinks and "
+            f"{learning.recent_size} recent tokens: take a longer --shortest"
         )
     module = HeadGates(model, learning, Vaults(tokenizer, text, learning), weights)
     checkpoint = last_checkpoint(folder / "steps")
     if checkpoint is not None:
         print(f"continuing from {checkpoint}")
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     device = model.get_input_embeddings().weight.device
     trainer = lightning.Trainer(
         accelerator=device.type,
@@ -345,11 +346,6 @@ def learn(
         enable_model_summary=False,
         default_root_dir=folder,
     )
-    try:
-        for parameter in trained:
-            parameter.requires_grad_(False)
+    with frozen(model):
         trainer.fit(module, ckpt_path=checkpoint, weights_only=True)
-    finally:
-        for parameter in trained:
-            parameter.requires_grad_(True)
     return module.gates.detach().cpu(), asdict(learning)
