@@ -336,6 +336,7 @@ def learn(
                 filename="{step}",
                 monitor="step",
                 mode="max",
+                save_top_k=2,  # the one before, should the newest be damaged
                 every_n_train_steps=20,
                 enable_version_counter=False,
             ),
