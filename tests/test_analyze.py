@@ -10,6 +10,7 @@ import pod
 from pod.analyze import analyze, load_damage, load_similarity
 from pod.data.prepared import PreparedDataset
 from pod.data.sample_writer import SampleWriter
+from pod.evaluation.texts import prepared
 from pod.recipe.loading import load_recipe
 
 
@@ -42,3 +43,32 @@ def test_blocks_by_damage_are_measured_saved_and_drawn(tmp_path, capsys):
         load_damage(run / "similarity.safetensors")
     with pytest.raises(ValueError, match="damage measures shared scores, not model.share=keys"):
         analyze(load_recipe([*line, "blocks.method=damage", "model.share=keys"]))
+
+
+def test_padding_is_not_measured(tmp_path):
+    """A sample that is padded counts as its tokens alone; one with fewer than last_q tokens is left out."""
+    model = tiny_llama(num_hidden_layers=4)
+    ids = np.random.default_rng(0).integers(3, 259, (3, 128))
+    with SampleWriter(tmp_path / "data", sequence_length=128, vocab_size=259, tokenizer="bytes") as writer:
+        for row, length in zip(ids, (128, 60, 3), strict=True):
+            documents = np.where(np.arange(128) < length, 0, -1)
+            writer.add("train", np.where(documents == 0, row, 0)[None], document_ids=documents[None])
+            writer.add("validation", np.where(documents == 0, row, 0)[None], document_ids=documents[None])
+    assert [batch.tolist() for batch in prepared(tmp_path / "data", 3, 8)] == [
+        [ids[0].tolist()],
+        [ids[1, :60].tolist()],
+        [ids[2, :3].tolist()],
+    ]
+    dataset = PreparedDataset(tmp_path / "data", "train")
+    samples = [torch.from_numpy(row[:length])[None] for row, length in zip(ids, (128, 60), strict=False)]
+    assert [dataset.tokens(index).tolist() for index in (0, 1)] == [ids[0].tolist(), ids[1, :60].tolist()]
+    line = [f"recipe={recipe_file(tmp_path, tmp_path / 'data', base=save(model, tmp_path / 'base'))}"]
+    analyze(load_recipe([*line, "blocks.method=damage"]))
+    costs = pod.similarity.sharing_damage(model, samples, sink_size=2, recent_size=14, progress=False)
+    assert torch.equal(load_damage(tmp_path / "run/damage.safetensors"), costs)
+    similarity = pod.similarity.attention_similarity(model, samples, progress=False)
+    assert torch.equal(load_similarity(tmp_path / "run/similarity.safetensors"), similarity)
+    with pytest.raises(ValueError, match="a sample has 128 tokens, fewer than last_q=200"):
+        analyze(load_recipe([*line, "blocks.last_q=200"]))
+    with pytest.raises(IndexError, match="sample 3 of 3"):
+        dataset.tokens(3)

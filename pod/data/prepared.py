@@ -210,6 +210,36 @@ class PreparedDataset(Dataset):
         return self._ends[-1]
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
+        rows = self._rows(index)
+        input_ids = torch.from_numpy(rows["tokens"].astype(np.int64))
+        labels = input_ids.clone()
+        labels[0] = IGNORED
+        item = {"input_ids": input_ids, "labels": labels}
+        if "answers" in rows:
+            item["answers"] = torch.from_numpy(rows["answers"].astype(bool))
+        if "learned" in rows:
+            labels[torch.from_numpy(rows["learned"] == 0)] = IGNORED
+        if "documents" in rows:
+            document_ids = torch.from_numpy(rows["documents"].astype(np.int64))
+            document_ids[document_ids == PADDING] = -1
+            labels[1:][document_ids[1:] != document_ids[:-1]] = IGNORED
+            labels[document_ids < 0] = IGNORED
+            if document_ids.max() > 0:
+                item["document_ids"] = document_ids
+        return item
+
+    def tokens(self, index: int) -> Tensor:
+        """The token ids of a sample without the padding behind them: [at most T] int64.
+
+        Raises:
+            IndexError: there is no such sample.
+        """
+        rows = self._rows(index)
+        size = int((rows["documents"] != PADDING).sum()) if "documents" in rows else len(rows["tokens"])
+        return torch.from_numpy(rows["tokens"][:size].astype(np.int64))
+
+    def _rows(self, index: int) -> dict[str, np.ndarray]:
+        """A sample as it lies in the files of each kind that the split has."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         if self._maps is None:
@@ -219,22 +249,7 @@ class PreparedDataset(Dataset):
             }
         shard = bisect.bisect_right(self._ends, index)
         row = index - (self._ends[shard - 1] if shard else 0)
-        input_ids = torch.from_numpy(self._maps["tokens"][shard][row].astype(np.int64))
-        labels = input_ids.clone()
-        labels[0] = IGNORED
-        item = {"input_ids": input_ids, "labels": labels}
-        if "answers" in self._maps:
-            item["answers"] = torch.from_numpy(self._maps["answers"][shard][row].astype(bool))
-        if "learned" in self._maps:
-            labels[torch.from_numpy(self._maps["learned"][shard][row] == 0)] = IGNORED
-        if "documents" in self._maps:
-            document_ids = torch.from_numpy(self._maps["documents"][shard][row].astype(np.int64))
-            document_ids[document_ids == PADDING] = -1
-            labels[1:][document_ids[1:] != document_ids[:-1]] = IGNORED
-            labels[document_ids < 0] = IGNORED
-            if document_ids.max() > 0:
-                item["document_ids"] = document_ids
-        return item
+        return {kind: shards[shard][row] for kind, shards in self._maps.items()}
 
 
 def collate(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:

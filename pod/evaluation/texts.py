@@ -2,6 +2,7 @@
 
 import gzip
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -59,11 +60,14 @@ def stretches(ids: Tensor, length: int, limit: int, batch_size: int) -> Iterator
 
 
 def prepared(path: str | Path, limit: int, batch_size: int) -> Iterator[Tensor]:
-    """Batches [B, T] of the validation split of a prepared directory, evenly spread, at most `limit` samples."""
+    """Batches [<= batch_size, <= T] of a prepared directory's validation split without padding.
+
+    At most `limit` samples, spread evenly; samples beside each other share a batch if they are of one length.
+    """
     from pod.data.prepared import PreparedDataset
 
     dataset = PreparedDataset(path, "validation")
     dataset.data.verify("validation")
     chosen = torch.linspace(0, len(dataset) - 1, min(limit, len(dataset))).long().tolist()
-    for first in range(0, len(chosen), batch_size):
-        yield torch.stack([dataset[index]["input_ids"] for index in chosen[first : first + batch_size]])
+    for _, alike in groupby((dataset.tokens(index) for index in chosen), len):
+        yield from torch.stack(list(alike)).split(batch_size)
