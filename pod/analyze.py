@@ -79,9 +79,9 @@ def analyze(recipe: Recipe) -> LayerBlocks:
     meters = [Similarity(recipe.blocks.last_q, distant_only=recipe.blocks.distant_only, **sizes)]
     meters += [Damage(**sizes, fisher=method == "fisher")] if by_damage else []
     progress = tqdm(chosen, desc="attention similarity", unit="sample")
-    tokens = (dataset.tokens(index) for index in progress)
+    texts = (ids for index in progress for ids in dataset.texts(index))
     least = min(recipe.blocks.last_q, recipe.data.sequence_length)  # shorter documents are left out
-    samples = (ids[None].to(device) for ids in tokens if len(ids) >= least)
+    samples = (ids[None].to(device) for ids in texts if len(ids) >= least)
     watch(model, samples, meters, "attention similarity", progress=False)
     similarity, *costs = (meter.result() for meter in meters)
     blocks = group(recipe, similarity, *costs, streaming=streaming)

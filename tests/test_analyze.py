@@ -45,23 +45,23 @@ def test_blocks_by_damage_are_measured_saved_and_drawn(tmp_path, capsys):
         analyze(load_recipe([*line, "blocks.method=damage", "model.share=keys"]))
 
 
-def test_padding_is_not_measured(tmp_path):
-    """A sample that is padded counts as its tokens alone; one with fewer than last_q tokens is left out."""
+def test_documents_are_measured_one_by_one(tmp_path):
+    """Without padding, and without those that are packed before them; fewer than last_q tokens are left out."""
     model = tiny_llama(num_hidden_layers=4)
     ids = np.random.default_rng(0).integers(3, 259, (3, 128))
     with SampleWriter(tmp_path / "data", sequence_length=128, vocab_size=259, tokenizer="bytes") as writer:
-        for row, length in zip(ids, (128, 60, 3), strict=True):
-            documents = np.where(np.arange(128) < length, 0, -1)
-            writer.add("train", np.where(documents == 0, row, 0)[None], document_ids=documents[None])
-            writer.add("validation", np.where(documents == 0, row, 0)[None], document_ids=documents[None])
+        for row, sizes in zip(ids, ((128,), (60,), (3, 80, 1, 40)), strict=True):
+            documents = np.repeat([*range(len(sizes)), -1], [*sizes, 128 - sum(sizes)])
+            for split in ("train", "validation"):
+                writer.add(split, np.where(documents >= 0, row, 0)[None], document_ids=documents[None])
+    texts = [ids[0], ids[1, :60], ids[2, :3], ids[2, 3:83], ids[2, 83:84], ids[2, 84:124]]
     assert [batch.tolist() for batch in prepared(tmp_path / "data", 3, 8)] == [
-        [ids[0].tolist()],
-        [ids[1, :60].tolist()],
-        [ids[2, :3].tolist()],
+        [text.tolist()] for text in texts if len(text) > 1
     ]
     dataset = PreparedDataset(tmp_path / "data", "train")
-    samples = [torch.from_numpy(row[:length])[None] for row, length in zip(ids, (128, 60), strict=False)]
-    assert [dataset.tokens(index).tolist() for index in (0, 1)] == [ids[0].tolist(), ids[1, :60].tolist()]
+    found = [text.tolist() for index in range(3) for text in dataset.texts(index)]
+    assert found == [text.tolist() for text in texts]
+    samples = [torch.from_numpy(text)[None] for text in texts if len(text) >= 16]
     line = [f"recipe={recipe_file(tmp_path, tmp_path / 'data', base=save(model, tmp_path / 'base'))}"]
     analyze(load_recipe([*line, "blocks.method=damage"]))
     costs = pod.similarity.sharing_damage(model, samples, sink_size=2, recent_size=14, progress=False)
@@ -71,4 +71,4 @@ def test_padding_is_not_measured(tmp_path):
     with pytest.raises(ValueError, match="a sample has 128 tokens, fewer than last_q=200"):
         analyze(load_recipe([*line, "blocks.last_q=200"]))
     with pytest.raises(IndexError, match="sample 3 of 3"):
-        dataset.tokens(3)
+        dataset.texts(3)

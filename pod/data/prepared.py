@@ -228,15 +228,22 @@ class PreparedDataset(Dataset):
                 item["document_ids"] = document_ids
         return item
 
-    def tokens(self, index: int) -> Tensor:
-        """The token ids of a sample without the padding behind them: [at most T] int64.
+    def texts(self, index: int) -> list[Tensor]:
+        """The token ids of each document of a sample, [at most T] int64 each, without padding.
+
+        Documents packed into one sample do not see each other in training: whoever reads them as a model does, reads
+        them one by one. Where samples were not packed, each is one text.
 
         Raises:
             IndexError: there is no such sample.
         """
         rows = self._rows(index)
-        size = int((rows["documents"] != PADDING).sum()) if "documents" in rows else len(rows["tokens"])
-        return torch.from_numpy(rows["tokens"][:size].astype(np.int64))
+        tokens = torch.from_numpy(rows["tokens"].astype(np.int64))
+        if "documents" not in rows:
+            return [tokens]
+        of_document, sizes = np.unique(rows["documents"], return_counts=True)  # in order; padding is the largest
+        parts = zip(of_document, tokens.split(sizes.tolist()), strict=True)
+        return [part for document, part in parts if document != PADDING]
 
     def _rows(self, index: int) -> dict[str, np.ndarray]:
         """A sample as it lies in the files of each kind that the split has."""

@@ -60,14 +60,16 @@ def stretches(ids: Tensor, length: int, limit: int, batch_size: int) -> Iterator
 
 
 def prepared(path: str | Path, limit: int, batch_size: int) -> Iterator[Tensor]:
-    """Batches [<= batch_size, <= T] of a prepared directory's validation split without padding.
+    """Batches [<= batch_size, <= T] of the documents in a prepared directory's validation split.
 
-    At most `limit` samples, spread evenly; samples beside each other share a batch if they are of one length.
+    Those of at most `limit` samples, spread evenly; documents beside each other share a batch if they are of one length.
+    One of a single token, of which nothing is foretold, is left out.
     """
     from pod.data.prepared import PreparedDataset
 
     dataset = PreparedDataset(path, "validation")
     dataset.data.verify("validation")
     chosen = torch.linspace(0, len(dataset) - 1, min(limit, len(dataset))).long().tolist()
-    for _, alike in groupby((dataset.tokens(index) for index in chosen), len):
+    texts = (ids for index in chosen for ids in dataset.texts(index) if len(ids) > 1)
+    for _, alike in groupby(texts, len):
         yield from torch.stack(list(alike)).split(batch_size)
