@@ -62,7 +62,7 @@ def stretches(ids: Tensor, length: int, limit: int, batch_size: int) -> Iterator
 def prepared(path: str | Path, limit: int, batch_size: int) -> Iterator[Tensor]:
     """Batches [<= batch_size, <= T] of the documents in a prepared directory's validation split.
 
-    Those of at most `limit` samples, spread evenly; documents beside each other share a batch if they are of one length.
+    Those of at most `limit` samples, spread evenly; documents beside each other share a batch if they have one length.
     One of a single token, of which nothing is foretold, is left out.
     """
     from pod.data.prepared import PreparedDataset
