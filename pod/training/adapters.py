@@ -125,7 +125,10 @@ def go_on_from(model: nn.Module, folder: Path, alpha: float) -> None:
     """
     file = folder / "adapter_model.safetensors"
     if not file.is_file():
-        raise FileNotFoundError(f"lora.adapter={folder} is no adapter: it has no {file.name}")
+        raise FileNotFoundError(
+            f"lora.adapter={folder} is no adapter, it has no {file.name}: name a folder that `python -m pod.export "
+            "--adapter` wrote, or leave lora.adapter out to begin anew"
+        )
     with opening(folder):
         saved = load_file(file)
         theirs = read_json(folder / "adapter_config.json").get("lora_alpha")
@@ -136,7 +139,8 @@ def go_on_from(model: nn.Module, folder: Path, alpha: float) -> None:
     if others := shapes[0] ^ shapes[1]:
         name, shape = min(others)
         raise ValueError(
-            f"lora.adapter={folder} does not fit lora.rank and lora.targets: {name} {list(shape)} has no counterpart"
+            f"lora.adapter={folder} does not fit lora.rank and lora.targets: {name} {list(shape)} has no counterpart. "
+            "Set both to what its adapter_config.json says"
         )
     for name, parameter in ours.items():
         parameter.copy_(saved[name])
