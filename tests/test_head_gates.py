@@ -10,6 +10,7 @@ from transformers import ByT5Tokenizer, Phi3Config, Phi3ForCausalLM, Qwen3Config
 import pod
 from pod import calibration
 from pod.calibrate import main
+from pod.files import locked
 from pod.heads import head_scores, streamed
 from pod.terminal import Stopped
 from pod.training.head_gates import ASKED, STATED, WORDS, HeadGates, Learning, Vaults, blocks_of, learn
@@ -164,6 +165,8 @@ def test_a_stopped_run_goes_on_to_the_same_bits(tmp_path, monkeypatch, capsys):
     with pytest.raises(Stopped, match="stopped at step 6"):
         learn(model, TOKENIZER, TEXT, tmp_path / "parts", SMALL, progress=False)
     monkeypatch.setattr(Vaults, "__getitem__", read)
+    with locked(tmp_path / "parts/.lock", tmp_path), pytest.raises(ValueError, match=r"parts is being written by proc"):
+        learn(model, TOKENIZER, TEXT, tmp_path / "parts", SMALL, progress=False)
     assert all(one.requires_grad for one in model.parameters())
     with pytest.raises(ValueError, match=r"other settings: lr 0.1 -> 0.2\. Give them again, or another --out"):
         learn(model, TOKENIZER, TEXT, tmp_path / "parts", Learning(**{**vars(SMALL), "lr": 0.2}), progress=False)

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_wsd_sched
 
 from pod.blocks import LayerBlocks
 from pod.evaluation.texts import start_ids, token_ids
+from pod.files import locked
 from pod.model.families import convert
 from pod.model.probe import frozen
 from pod.training.checkpoints import Checkpoints, SaveAtEnd, WholeFiles, last_checkpoint
@@ -301,7 +302,7 @@ def learn(
 
     Raises:
         ValueError: the text is too short, a sample longer than the model takes, heads of the model cannot stream, or
-            the folder holds what was begun with other settings.
+            the folder holds what was begun with other settings, or another process learns there.
         Stopped: a signal told the process to end, and a checkpoint was written.
     """
     learning, config = learning or Learning(), model.config
@@ -347,6 +348,6 @@ def learn(
         enable_model_summary=False,
         default_root_dir=folder,
     )
-    with frozen(model):
+    with locked(folder / ".lock", folder), frozen(model):
         trainer.fit(module, ckpt_path=checkpoint, weights_only=True)
     return module.gates.detach().cpu(), asdict(learning)
