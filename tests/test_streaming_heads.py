@@ -159,6 +159,29 @@ def filled(model, count=30, **options):
     return cache, ids
 
 
+def test_a_padded_turn_that_is_longer_than_the_window(monkeypatch):
+    """Its row's first tokens come after many columns of padding, and still see the ring of the turn before."""
+    monkeypatch.setattr(streams, "LEAST_CHUNK", 4)
+    model, turns = converted(), ([10, 10], [30, 3], [1, 1], [1, 1])
+    rows = [tokens(1, sum(turn[row] for turn in turns), seed=row)[0] for row in (0, 1)]
+    cache, masks, outs = pod.PodCache(model.config), [], [[], []]
+    with torch.no_grad():
+        for number, turn in enumerate(turns):
+            ids, mask, at = (torch.zeros(2, max(turn), dtype=torch.long) for _ in range(3))
+            for row, count in enumerate(turn):
+                start = sum(before[row] for before in turns[:number])
+                ids[row, -count:], mask[row, -count:] = rows[row][start : start + count], 1
+                at[row, -count:] = torch.arange(start, start + count)
+            masks.append(mask)
+            seen = torch.cat(masks, dim=1)
+            logits = model(ids, attention_mask=seen, position_ids=at, past_key_values=cache).logits
+            for row, count in enumerate(turn):
+                outs[row].append(logits[row, -count:])
+        for row in (0, 1):
+            whole = model(rows[row][None], use_cache=False).logits[0]
+            torch.testing.assert_close(torch.cat(outs[row]), whole, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("count, most", [(30, 34), (6, 34), (30, None)])
 def test_bytes_are_those_of_the_formula(count, most):
     model = converted()

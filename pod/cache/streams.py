@@ -96,10 +96,12 @@ class Streams:
         # Sinks stand still, so those of the new tokens are in the ring's by now.
         sinks_known = self.held(lengths)[:, :sinks]
         later = positions.masked_fill(positions < sinks, -1)
+        # A row with padding before its new tokens needs what it held for as many queries more.
+        padded = max((count - own for seen, own in zip(step.seen, step.new, strict=True) if seen), default=0)
         chunk, first_new, parts = max(LEAST_CHUNK, recent // 4), known.shape[1] - count, []
         for first in range(0, count, chunk):
             stop = min(first + chunk, count)
-            if first < recent:
+            if first < recent + padded:
                 seen, at = before[..., : first_new + stop, :], known[:, : first_new + stop]
             else:
                 start = first - recent + 1
