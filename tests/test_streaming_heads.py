@@ -222,6 +222,27 @@ def test_crop_reorder_save_copy_and_a_broken_forward(tmp_path, monkeypatch):
         cache.crop(-7)
 
 
+@pytest.mark.parametrize("anchors", [[[0, -1, 0], [0, 1, 0], [0, 1, 2]], [[0, 0, 0], [0, 1, 0], [0, 1, 2]]])
+def test_a_layer_whose_heads_have_other_anchors_goes_on_after_a_broken_forward(anchors, tmp_path, monkeypatch):
+    """The first layer's slots have grown by then, and the others' have not."""
+    model = pod.convert(tiny_model(num_hidden_layers=3, **HEADS), pod.LayerBlocks(anchors), SINKS, RECENT)
+    cache, ids, attend = pod.PodCache(model.config), tokens(1, 26), pod.PodCache.attend
+
+    def breaking(self, layer, *arguments):
+        attend(self, layer, *arguments)
+        raise KeyboardInterrupt
+
+    with torch.no_grad():
+        for part in (ids[:, :16], ids[:, 16:17]):
+            model(part, past_key_values=cache)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(pod.PodCache, "attend", breaking)
+            model(ids[:, 17:20], past_key_values=cache)
+        cache.save(tmp_path / "cache.safetensors")
+        steps = [model(ids[:, at : at + 1], past_key_values=cache).logits for at in range(17, 26)]
+        close(torch.cat(steps, dim=1), model(ids, use_cache=False).logits[:, 17:])
+
+
 def test_a_cache_file_of_other_blocks_is_refused(tmp_path):
     cache, _ = filled(converted())
     cache.save(tmp_path / "cache.safetensors")

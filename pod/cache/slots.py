@@ -302,6 +302,11 @@ class SlotStorage(Storage):
         for table in self.tables.values():
             table.room += 0 if table.new_slots is None else self.count
             table.new_slots = table.received = table.evicted = None
+        if self.policy is None and self.tables:  # where slot = position, the layers after those that grew follow
+            widest = max(int(table.sizes.max()) for table in self.tables.values())
+            for anchor, table in self.tables.items():
+                self._resize(anchor, np.full_like(table.sizes, widest))
+            self._follow()
         rows.most_columns, self.step = most, None
 
     def expect(self, length: int | None) -> None:
@@ -865,11 +870,20 @@ class SlotStorage(Storage):
         parts = (np.split(each, ends) for each in (held, self.headroom.grown(held, count, length)))
         for anchor, table, mine, wanted in zip(anchors, tables, *parts, strict=True):
             table.held = mine
-            table.resize(np.maximum(table.sizes, wanted))
-            self.layers[anchor].resize("keys", table.sizes)
-            if self.selector is not None:
-                self.layers[anchor].resize("pages", self.selector.pages(table.sizes))
+            self._resize(anchor, np.maximum(table.sizes, wanted))
             table.count_room()
+        self._follow()
+
+    def _resize(self, anchor: int, sizes: np.ndarray) -> None:
+        """Give the blocks anchored in a layer [A, B] slots, in its table and its keys."""
+        table, layer = self.tables[anchor], self.layers[anchor]
+        table.resize(sizes)
+        layer.resize("keys", table.sizes)
+        if self.selector is not None:
+            layer.resize("pages", self.selector.pages(table.sizes))
+
+    def _follow(self) -> None:
+        """Give the values of all layers the slots that their blocks have."""
         for index, layer in self._stored():
             layer.resize("values", self._sizes(index))
 
