@@ -50,8 +50,12 @@ def head_scores(path: str | os.PathLike[str], config: PreTrainedConfig) -> Tenso
             f"{path}: no such head scores; DuoAttention publishes {DUO_SCORES} for some models, and python -m "
             "pod.calibrate measures a model"
         )
-    with path.open(newline="", encoding="utf-8") as lines:
-        rows = [_numbers(path, number, row) for number, row in enumerate(csv.reader(lines, delimiter="\t"), 1) if row]
+    try:
+        with path.open(newline="", encoding="utf-8") as lines:
+            table = list(csv.reader(lines, delimiter="\t"))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path}: no table of head scores ({error}); name a .tsv or FILE.safetensors") from error
+    rows = [_numbers(path, number, row) for number, row in enumerate(table, 1) if row]
     shape = [config.num_hidden_layers, config.num_key_value_heads]
     if [len(rows), *sorted({len(row) for row in rows})] != shape:
         widths = " or ".join(str(width) for width in sorted({len(row) for row in rows}))

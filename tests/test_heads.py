@@ -48,10 +48,12 @@ def test_published_scores_are_read_as_numpy_does(tmp_path):
         ("1\t2\n1\tx\n", "line 2: wanted numbers with tabs between"),
         ("1\t2\nnan\t1\n", "line 2"),
         ("", "0 lines of no numbers"),
+        ("\xff", r"scores.tsv: no table of head scores \('utf-8'"),
+        ("1" * 200_000, r"scores.tsv: no table of head scores \(field larger"),
     ],
 )
 def test_other_tables_are_refused_by_line(tmp_path, text, message):
-    (tmp_path / "scores.tsv").write_text(text)
+    (tmp_path / "scores.tsv").write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=message):
         head_scores(tmp_path / "scores.tsv", CONFIG)
 
