@@ -153,12 +153,14 @@ def _load(path: str, changed: int) -> Calibration:
             raise ValueError(f"{path} is damaged: its sha256 is not the one that it names. Calibrate again")
         content = json.loads(metadata["content"])
         if content["version"] != VERSION:
-            raise ValueError(f"{path}: version is {content['version']}, this library reads version {VERSION}")
+            raise ValueError(
+                f"{path}: version is {content['version']}, this library reads version {VERSION}. Calibrate again"
+            )
         return Calibration(path, tensors, content["config"], content["made"])
     except SafetensorError as error:
-        raise ValueError(f"{path}: truncated, damaged or no calibration file ({error})") from error
+        raise ValueError(f"{path}: truncated, damaged or no calibration file ({error}). Calibrate again") from error
     except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: the metadata is damaged: {error!r}") from error
+        raise ValueError(f"{path}: the metadata is damaged: {error!r}. Calibrate again") from error
 
 
 def _digest(tensors: Mapping[str, Tensor], content: str) -> str:

@@ -184,7 +184,7 @@ def test_other_models_and_damaged_files_are_refused(model, tmp_path):
     with pytest.raises(ValueError, match="is damaged: its sha256"):
         calibration.load(path)
     path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match="truncated, damaged or no calibration file"):
+    with pytest.raises(ValueError, match="truncated, damaged or no calibration file .*Calibrate again"):
         calibration.load(path)
     save_file({"echo": torch.rand(2, 2)}, path)
     with pytest.raises(ValueError, match="not a calibration file"):
