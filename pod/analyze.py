@@ -12,6 +12,7 @@ paper's Figure 1-(d)) and `blocks.png`; with `blocks.method=damage` or `fisher` 
 
 import hashlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -44,8 +45,9 @@ def analyze(recipe: Recipe) -> LayerBlocks:
         The blocks, also written to the run's folder with the pictures.
 
     Raises:
-        ValueError: no such model or data, data of another sample length, or more saving wanted than the model can
-            give; damage of what is not shared; head scores of another model.
+        ValueError: no such model or data, data of another sample length or without a document of `blocks.last_q`
+            tokens, or more saving wanted than the model can give; damage of what is not shared; head scores of another
+            model.
         ImportError: matplotlib is not installed.
     """
     method = recipe.blocks.method
@@ -78,10 +80,7 @@ def analyze(recipe: Recipe) -> LayerBlocks:
     sizes = {"sink_size": recipe.model.sink_size, "recent_size": recipe.model.recent_size}
     meters = [Similarity(recipe.blocks.last_q, distant_only=recipe.blocks.distant_only, **sizes)]
     meters += [Damage(**sizes, fisher=method == "fisher")] if by_damage else []
-    progress = tqdm(chosen, desc="attention similarity", unit="sample")
-    texts = (ids for index in progress for ids in dataset.texts(index))
-    least = min(recipe.blocks.last_q, recipe.data.sequence_length)  # shorter documents are left out
-    samples = (ids[None].to(device) for ids in texts if len(ids) >= least)
+    samples = (ids[None].to(device) for ids in _documents(dataset, chosen, recipe.blocks.last_q))
     watch(model, samples, meters, "attention similarity", progress=False)
     similarity, *costs = (meter.result() for meter in meters)
     blocks = group(recipe, similarity, *costs, streaming=streaming)
@@ -96,6 +95,21 @@ def analyze(recipe: Recipe) -> LayerBlocks:
     more = ", damage.safetensors, damage.png" if by_damage else ""
     print(f"{blocks}\nwritten: {out}/blocks.json, similarity.safetensors, similarity.png, blocks.png{more}")
     return blocks
+
+
+def _documents(dataset: PreparedDataset, chosen: list[int], last_q: int) -> Iterator[Tensor]:
+    """The documents of the chosen samples, [T] each, one by one; those of fewer than last_q tokens are left out."""
+    longest = 0
+    for index in tqdm(chosen, desc="attention similarity", unit="sample"):
+        for ids in dataset.texts(index):
+            longest = max(longest, len(ids))
+            if len(ids) >= last_q:
+                yield ids
+    if longest < last_q:
+        raise ValueError(
+            f"no document in {len(chosen)} samples has blocks.last_q={last_q} tokens, the longest has {longest}: lower "
+            "blocks.last_q or raise blocks.samples"
+        )
 
 
 def _data(recipe: Recipe) -> PreparedData:

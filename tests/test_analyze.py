@@ -68,7 +68,7 @@ def test_documents_are_measured_one_by_one(tmp_path):
     assert torch.equal(load_damage(tmp_path / "run/damage.safetensors"), costs)
     similarity = pod.similarity.attention_similarity(model, samples, progress=False)
     assert torch.equal(load_similarity(tmp_path / "run/similarity.safetensors"), similarity)
-    with pytest.raises(ValueError, match="a sample has 128 tokens, fewer than last_q=200"):
+    with pytest.raises(ValueError, match="no document in 3 samples has blocks.last_q=200 tokens, the longest has 128"):
         analyze(load_recipe([*line, "blocks.last_q=200"]))
     with pytest.raises(IndexError, match="sample 3 of 3"):
         dataset.texts(3)

@@ -773,7 +773,8 @@ def test_one_process_that_is_told_to_end_ends_all_with_a_checkpoint(inputs, tmp_
     analysed = ("model.config=null", f"model.base={inputs / 'kv2'}", "blocks.file=null", "blocks.kv_saving=0.25")
     sharded = ("trainer.strategy=deepspeed", "trainer.devices=2", "trainer.sequence_parallel_size=2")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
-    line = [sys.executable, "-m", "pod.fit", f"recipe={path}", *sharded, *analysed, "blocks.samples=4"]
+    few = ("blocks.samples=4", "blocks.last_q=4")
+    line = [sys.executable, "-m", "pod.fit", f"recipe={path}", *sharded, *analysed, *few]
     with open(tmp_path / "output.txt", "w+") as output:
         options = {"stdout": output, "stderr": subprocess.STDOUT, "start_new_session": True}
         first = subprocess.Popen(line, cwd=ROOT, env=environment, **options)
