@@ -15,8 +15,9 @@ hashes. No document of the training text, and no long paragraph of its novels, i
 Writes OUT/train.jsonl.gz (one document a line: text, source), OUT/held-out/KIND.txt and OUT/corpus.json (documents,
 bytes, and the sha256 of every held-out document). --lookups N writes OUT/lookups.jsonl.gz, too, for a training that
 learns to answer from far back and keeps its text: N documents of passages with facts strewn in and a question behind
-each passage, of which the answers alone are learned, and N parts of the text, learned whole. OUT/lookups.jinja is the
-chat template that writes both as they are:
+each passage, of which the answers alone are learned, and N parts of the text, learned whole; with --weights 1 1 4, four
+times as often from a character of a manual as from one of a novel or of code. OUT/lookups.jinja is the chat template
+that writes both as they are:
 
     python -m pod.prepare --source data/english/lookups.jsonl.gz --chat --chat-template data/english/lookups.jinja \\
         --one-document --out data/lookups --tokenizer checkpoints/smollm2-135m --sequence-length 2048
@@ -26,13 +27,14 @@ import argparse
 import gzip
 import hashlib
 import json
+import math
 import random
 import re
 import shutil
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 
@@ -170,7 +172,7 @@ def within(texts: Iterable[str], limit: float) -> list[str]:
     return chosen
 
 
-def lookups(texts: list[str], count: int) -> Iterator[list[dict[str, str]]]:
+def lookups(texts: Sequence[str], weights: Sequence[float], count: int) -> Iterator[list[dict[str, str]]]:
     """`count` parts of the texts, and as many documents in which there is something to look up, as chats.
 
     In most text the tokens just before tell the next one. The answers are told by one place far above, which is what
@@ -178,6 +180,7 @@ def lookups(texts: list[str], count: int) -> Iterator[list[dict[str, str]]]:
 
     Args:
         texts: what the parts and passages are cut from.
+        weights: how often a character of each text is chosen, against those of the others.
         count: of both; the same ones for the same texts.
     """
     draw = random.Random(0)
@@ -192,7 +195,7 @@ def lookups(texts: list[str], count: int) -> Iterator[list[dict[str, str]]]:
         lambda: "".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randint(2, 4))),
     )
 
-    sizes = [*accumulate(map(len, texts))]
+    sizes = [*accumulate(len(text) * weight for text, weight in zip(texts, weights, strict=True))]
 
     def passage(length: int) -> str:
         (text,) = draw.choices(texts, cum_weights=sizes)
@@ -290,14 +293,20 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--root", type=Path, default=Path("/usr/share"), help="where packages' texts are (/usr/share)")
     parser.add_argument("--megabytes", type=float, default=4.0, help="of each kind (4)")
     parser.add_argument("--lookups", type=int, default=0, metavar="N", help="documents with facts to look up (0)")
+    more = "how often these draw from novel, code and manual, a character (1 1 1)"
+    parser.add_argument("--weights", type=float, nargs=3, default=[1.0] * 3, metavar="W", help=more)
     parser.add_argument("--out", type=Path, required=True, help="the folder to write")
     options = parser.parse_args(arguments)
     if options.lookups < 0:
         raise ValueError(f"--lookups {options.lookups} must not be negative: 0 writes none")
+    if min(options.weights) < 0 or not 0 < sum(options.weights) < math.inf:
+        raise ValueError(f"--weights {options.weights}: give three numbers of at least 0, not all of them 0")
     train, held_out = collect(options.novels, options.root, options.megabytes * 1e6)
     hashes = write(options.out, train, held_out)
     if options.lookups:
-        chats = lookups([text for texts in train.values() for text in texts], options.lookups)
+        of_kinds = zip(train.values(), options.weights, strict=True)
+        drawn = [(text, weight) for texts, weight in of_kinds for text in texts]
+        chats = lookups(*zip(*drawn, strict=True), options.lookups)
         write_lines(options.out / "lookups.jsonl.gz", ({"messages": messages} for messages in chats))
         (options.out / "lookups.jinja").write_text(TEMPLATE + "\n")
     for kind, texts in train.items():

@@ -104,6 +104,16 @@ def test_what_is_looked_up_stands_in_the_passage_before(tmp_path, system):
     assert answers > 60
 
 
+def test_look_ups_are_drawn_from_the_kinds_that_are_weighted(tmp_path, system, capsys):
+    texts = run(tmp_path, system, "--megabytes", "0.02", "--lookups", "40", "--weights", "0", "0", "0.1")
+    manuals = [each["text"] for each in texts if each["source"] == "manual"]
+    lines = gzip.decompress((tmp_path / "out/lookups.jsonl.gz").read_bytes()).decode().splitlines()
+    wholes = [json.loads(line)["messages"][0]["content"] for line in lines[::2]]
+    assert all(any(whole in text for text in manuals) for whole in wholes)
+    assert corpus.main(["--lookups", "1", "--weights", "0", "0", "-1", "--out", str(tmp_path / "none")]) == 2
+    assert "give three numbers of at least 0, not all of them 0" in capsys.readouterr().err
+
+
 def _pattern(fact: str, value: str) -> str:
     return re.escape(fact).replace(r"\{name\}", "(?P<name>.+)").replace(r"\{value\}", re.escape(value))
 
