@@ -204,6 +204,8 @@ def test_crop_reorder_save_copy_and_a_broken_forward(tmp_path, monkeypatch):
         model(ids[:, :25], past_key_values=cache)
         model(tokens(2, 6, seed=9), past_key_values=cache)
         cache.crop(-6)
+        for held in cache.positions(2)[:, 1].tolist():  # the ring has 6 places more, which the six tokens were given
+            assert held[:SINKS] == [0, 1, 2] and [at for at in held if at >= SINKS] == list(range(25 - RECENT, 25))
         close(model(ids[:, 25:28], past_key_values=cache).logits, wanted[:, 25:28])
         cache.save(tmp_path / "cache.safetensors")
         loaded = pod.PodCache.load(tmp_path / "cache.safetensors", model.config)

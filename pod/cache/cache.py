@@ -288,6 +288,7 @@ class PodCache(Cache):
         """Every tensor that `nbytes` counts."""
         return self._storage.storages()
 
+    @_outlives_inference
     def positions(self, layer: int) -> Tensor:
         """Positions whose values are kept, in the layer or, under `share: kv`, in its anchors.
 
@@ -295,8 +296,9 @@ class PodCache(Cache):
             [B, H_kv, n] int64, counted from each row's first real token; -1 where a slot is empty.
 
         Raises:
-            ValueError: nothing is stored yet.
+            ValueError: nothing is stored yet; a forward broke off that cannot be forgotten.
         """
+        self._rollback()
         if self.batch_size < 0:
             raise ValueError("the cache is empty: run the model with it first")
         return self._storage.positions(layer)

@@ -208,13 +208,14 @@ class SlotStorage(Storage):
     def positions(self, layer: int) -> Tensor:
         anchors, streams = self.layout.anchors[layer], self.layers[layer].streams
         column = torch.arange(self.rows.longest, device=self.rows.lengths.device)
+        cropped = self.rows.most_columns - self.rows.columns
         kept = torch.where(column < self.rows.lengths[:, None], column, -1)
         if self.policy is None and streams is None:
             return kept[:, None].expand(-1, len(anchors), -1)
         rows = []
         for head, anchor in enumerate(anchors):
             if anchor == STREAMS:
-                rows.append(streams.held(self.rows.lengths))
+                rows.append(streams.held(self.rows.lengths, cropped))
             elif self.policy is None:
                 rows.append(kept)
             else:

@@ -54,9 +54,14 @@ class Streams:
         """The same of the rows `rows` [n] int64, in that order."""
         return replace(self, vectors=self.vectors[:, :, rows])
 
-    def held(self, lengths: Tensor) -> Tensor:
-        """[B, M] int64, the position in each place of rows of `lengths` [B] tokens, -1 where there is none."""
-        return ring_positions(lengths, self.vectors.shape[3], self.sink_size, self.ring_size)
+    def held(self, lengths: Tensor, cropped: int = 0) -> Tensor:
+        """[B, M] int64, the position in each place of rows of `lengths` [B] tokens, -1 where there is none.
+
+        `cropped` tokens were behind these: what they pushed out of the ring is no longer there.
+        """
+        known = ring_positions(lengths, self.vectors.shape[3], self.sink_size, self.ring_size)
+        lost = (known >= self.sink_size) & (known < lengths[:, None] + cropped - self.ring_size)
+        return known.masked_fill(lost, -1) if cropped else known
 
     def write(self, new: Tensor, step: Step) -> None:
         """Store what later tokens can need of a forward's keys and values [2, W, B, T, D]; there are places for it."""
