@@ -88,6 +88,7 @@ def test_one_graph_has_the_eager_gradients(tmp_path, graphs):
     "settings, count",
     [
         ({"blocks": BLOCKS, "model": {"share": "keys", "mlp_tiles": 2}}, 1),
+        ({"blocks": [[0, 0], [0, -1], [2, 2]]}, 1),
         ({"model": {"share": "window"}}, 1),
         ({"blocks": BLOCKS, "distill": {"weight": 0.5}}, 2),
         ({"blocks": BLOCKS, "distill": {"weight": 0.5}, "lora": {"rank": 2}}, 2),
