@@ -1,7 +1,8 @@
 """PoD's attention inside vLLM: where a layer's keys and values lie in vLLM's blocks, and what a step is told.
 
-A layer has up to two caches, each with block tables of its own: the far one holds the values of all KV heads and the
-keys of those that are anchors, for all tokens; the near one the other heads' own keys, of sinks and recent tokens.
+A layer has up to two caches, each with block tables of its own. The far one holds the values of the KV heads, and the
+keys of those that are anchors, for all tokens; the near one the other heads' own keys, of sinks and recent tokens. Keys
+and values of heads that stream lie in the near one.
 Under tensor parallelism a rank has its own KV heads of both.
 """
 
@@ -23,6 +24,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheLayout
 
+from pod.grouping import STREAMS
 from pod.serving.near_keys import NearKeysSpec
 from pod_kernels.block_tables import block_table_attention
 from pod_kernels.tables import Part, Store, Tiles
@@ -153,6 +155,26 @@ class Source:
         return Part(self.cache.store(context), self.slots, self.heads)
 
 
+@dataclass(frozen=True)
+class Heads:
+    """KV heads `places` of the rank that are attended to alike; of the sources, the heads are counted among them.
+
+    Attributes:
+        values, near_keys, distant_keys: where these are, by `block_table_attention`'s rules.
+    """
+
+    places: list[int]
+    values: list[Source]
+    near_keys: list[Source] | None
+    distant_keys: list[Source] | None
+
+    def of(self, states: Tensor, count: int) -> Tensor:
+        """[T, H, D] of all `count` KV heads -> the same of these."""
+        if len(self.places) == count:
+            return states
+        return states.unflatten(1, (count, -1))[:, self.places].flatten(1, 2)
+
+
 class PodAttention(nn.Module):
     """Takes the place of vLLM's `Attention` in a layer: queries, keys and values after RoPE in, the output out.
 
@@ -172,61 +194,67 @@ class PodAttention(nn.Module):
     ) -> None:
         super().__init__()
         layout, count = config.blocks.layout(), len(heads)
-        self.layer, self.share, self.scale, self.head_dim, self.count = (
-            layer,
-            config.share,
-            scale,
-            config.head_dim,
-            count,
-        )
+        self.layer, self.share, self.scale = layer, config.share, scale
+        self.head_dim, self.count = config.head_dim, count
         self.sizes = {"sink_size": config.sink_size, "recent_size": config.recent_size}
-        anchors = [layout.anchors[layer][head] for head in heads]
+        # Under `share: window` no token is distant to any head.
+        anchors = [STREAMS if self.share == "window" else layout.anchors[layer][head] for head in heads]
         self.own = [place for place, anchor in enumerate(anchors) if anchor == layer]
-        self.others = [place for place, anchor in enumerate(anchors) if anchor != layer]
+        self.others = [place for place, anchor in enumerate(anchors) if anchor not in (layer, STREAMS)]
+        self.streams = [place for place, anchor in enumerate(anchors) if anchor == STREAMS]
         self.readers = [place for place in self.own if not layout.ends[layer][heads[place]]]
         self.last_reader = max((layout.last_layers[layer, heads[place]] for place in self.own), default=layer)
-        near = (config.sink_size, config.recent_size)
+        # What is stored: under `share: kv` keys and values of anchors, and of other heads nothing.
+        self.held = self.own if self.share == "kv" else sorted(self.own + self.others)
+        self.apart = [] if self.share == "kv" else self.others
         self.far = self.near = None
-        if self.share == "window":  # no token is distant
-            self.near = CacheLayer(f"{name}.near", 2 * count, count, near)
-        elif self.share == "kv":
-            if self.own:  # keys and values of anchors, and no others
-                self.far = CacheLayer(f"{name}.far", 2 * len(self.own), count)
-        else:
-            self.far = CacheLayer(f"{name}.far", count + len(self.own), count)
-            if self.others:
-                self.near = CacheLayer(f"{name}.near", len(self.others), count, near)
-        of_layer = {layer: self} | {anchor: below[anchor] for anchor in set(anchors) - {layer}}
+        if self.held:
+            self.far = CacheLayer(f"{name}.far", len(self.held) + len(self.own), count)
+        if vectors := len(self.apart) + 2 * len(self.streams):
+            self.near = CacheLayer(f"{name}.near", vectors, count, (config.sink_size, config.recent_size))
+        of_layer = {layer: self} | {anchor: below[anchor] for anchor in set(anchors) - {layer, STREAMS}}
         # Lists, so that the layers below do not become modules of this one.
         self.by_anchor = [
             (one, [place for place, anchor in enumerate(anchors) if anchor == number])
             for number, one in sorted(of_layer.items())
             if number in anchors
         ]
-        self.values, self.near_keys, self.distant_keys = self._sources()
+        self.parts = [
+            part()
+            for part, some in ((self._looking_far, len(self.by_anchor)), (self._streaming, len(self.streams)))
+            if some
+        ]
 
-    def _sources(self) -> tuple[list[Source], list[Source] | None, list[Source] | None]:
-        """Where values, near keys and distant keys are, by `block_table_attention`'s rules."""
-        every = range(self.count)
-        if self.share == "window":
-            keys = range(self.count, 2 * self.count)
-            return [Source.of(self.near, every, every)], [Source.of(self.near, keys, every)], None
+    def _looking_far(self) -> Heads:
+        """The heads that see all tokens."""
+        places = sorted(self.own + self.others)
+        number = {place: among for among, place in enumerate(places)}
 
         def anchors_of(first: Callable[[PodAttention], int]) -> list[Source]:
             return [
-                Source.of(one.far, (first(one) + one.own.index(place) for place in places), places)
-                for one, places in self.by_anchor
+                Source.of(one.far, (first(one) + one.own.index(place) for place in some), map(number.get, some))
+                for one, some in self.by_anchor
             ]
 
+        distant = anchors_of(lambda one: len(one.held))
         if self.share == "kv":
-            return anchors_of(lambda one: 0), None, anchors_of(lambda one: len(one.own))
-        values, distant = [Source.of(self.far, every, every)], anchors_of(lambda one: one.count)
+            return Heads(places, anchors_of(lambda one: 0), None, distant)
+        values = [Source.of(self.far, range(len(places)), range(len(places)))]
         if not self.others:  # plain causal attention
-            return values, None, distant
-        near = [Source.of(self.near, range(len(self.others)), self.others)]
+            return Heads(places, values, None, distant)
+        near = [Source.of(self.near, range(len(self.others)), map(number.get, self.others))]
         if self.own:
-            near.append(Source.of(self.far, range(self.count, self.count + len(self.own)), self.own))
-        return values, near, distant
+            slots = range(len(places), len(places) + len(self.own))
+            near.append(Source.of(self.far, slots, map(number.get, self.own)))
+        return Heads(places, values, near, distant)
+
+    def _streaming(self) -> Heads:
+        """The heads that see sinks and recent tokens alone."""
+        count, first = len(self.streams), len(self.apart)
+        values, keys = (
+            [Source.of(self.near, range(start, start + count), range(count))] for start in (first, first + count)
+        )
+        return Heads(self.streams, values, keys, None)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [T, H * D], k and v [T, H_kv * D] -> [T, H * D]; zeros where vLLM only measures the memory."""
@@ -234,28 +262,36 @@ class PodAttention(nn.Module):
         if context.attn_metadata is None:
             return torch.zeros_like(q)
         q, k, v = (states.unflatten(-1, (-1, self.head_dim)) for states in (q, k, v))
-        if self.share == "window":
-            self.near.write(context, torch.cat([v, k], dim=1))
-        elif self.far is not None:
-            own_values = v[:, self.own] if self.share == "kv" else v
-            self.far.write(context, torch.cat([own_values, k[:, self.own]], dim=1))
-            if self.near is not None:
-                self.near.write(context, k[:, self.others])
+        if self.far is not None:
+            self.far.write(context, torch.cat([v[:, self.held], k[:, self.own]], dim=1))
+        if self.near is not None:
+            mine = (k[:, self.apart], v[:, self.streams], k[:, self.streams])
+            self.near.write(context, torch.cat(mine, dim=1))
+        distant = self._distant_queries(context, q) if self.share == "scores" else None
+        outs = [self._attend(context, heads, q, distant) for heads in self.parts]
+        if len(outs) == 1:
+            return outs[0].flatten(1)
+        out = torch.empty_like(q).unflatten(1, (self.count, -1))
+        for heads, found in zip(self.parts, outs, strict=True):
+            out[:, heads.places] = found.unflatten(1, (len(heads.places), -1))
+        return out.flatten(1)
+
+    def _attend(self, context: ForwardContext, heads: Heads, q: Tensor, distant: Tensor | None) -> Tensor:
+        """[T, H, D] of some KV heads; q and, where others' queries are read, `distant` are of all."""
 
         def parts(sources: list[Source] | None) -> list[Part] | None:
             return sources and [source.part(context) for source in sources]
 
-        out = block_table_attention(
-            q,
-            self._distant_queries(context, q) if self.share == "scores" else None,
-            parts(self.near_keys),
-            parts(self.distant_keys),
-            parts(self.values),
-            context.attn_metadata[self.values[0].cache.layer_name].tiles,
+        return block_table_attention(
+            heads.of(q, self.count),
+            None if distant is None or heads.distant_keys is None else heads.of(distant, self.count),
+            parts(heads.near_keys),
+            parts(heads.distant_keys),
+            parts(heads.values),
+            context.attn_metadata[heads.values[0].cache.layer_name].tiles,
             **self.sizes,
             scale=self.scale,
         )
-        return out.flatten(1)
 
     def _distant_queries(self, context: ForwardContext, q: Tensor) -> Tensor | None:
         """[T, H, D]: each head's anchor's; None where all heads are anchors. Hands on what layers above will read."""

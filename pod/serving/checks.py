@@ -50,11 +50,6 @@ class PodConfigCheck(VerifyAndUpdateConfig):
                 "--disable-hybrid-kv-cache-manager: it would keep all keys of all layers; leave it out, PoD's saving "
                 "is two kinds of cache"
             )
-        if config.blocks.is_streaming.any():
-            raise ValueError(
-                "anchors: some heads of this model stream (anchor -1), and vLLM has no cache of that kind for a part "
-                "of a layer's heads: generate with pod.PodCache, or convert the model with blocks without such heads"
-            )
         check_tensor_parallel(config.blocks, parallel.tensor_parallel_size)
         # A step's tiles change with its requests: there is no one graph to record.
         vllm_config.model_config.enforce_eager = True
@@ -64,19 +59,21 @@ def check_tensor_parallel(blocks: LayerBlocks, size: int) -> None:
     """Refuse a number of ranks whose caches would differ: vLLM has one allocator for all of them.
 
     Raises:
-        ValueError: the KV heads do not divide, or a layer has more anchors on one rank than on another; names the sizes
-            that fit.
+        ValueError: the KV heads do not divide, or a layer has more anchors, or heads that stream, on one rank than on
+            another; names the sizes that fit.
     """
     heads = blocks.num_kv_heads
 
     def fits(ranks: int) -> bool:
         return heads % ranks == 0 and all(
-            len(set(layer.reshape(ranks, -1).sum(dim=1).tolist())) == 1 for layer in blocks.is_anchor
+            len(set(layer.reshape(ranks, -1).sum(dim=1).tolist())) == 1
+            for kind in (blocks.is_anchor, blocks.is_streaming)
+            for layer in kind
         )
 
     if not fits(size):
         fitting = ", ".join(str(ranks) for ranks in range(1, heads + 1) if fits(ranks))
         raise ValueError(
-            f"--tensor-parallel-size {size}: every rank must hold as many KV heads as the others, and in every "
-            f"layer as many anchors; of this model's {heads} KV heads and blocks that is so for {fitting}"
+            f"--tensor-parallel-size {size}: every rank must hold as many KV heads as the others, and of each layer as "
+            f"many anchors and heads that stream; of this model's {heads} KV heads and blocks that is so for {fitting}"
         )

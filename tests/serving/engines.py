@@ -44,6 +44,7 @@ FAMILIES = {
 }
 # Heads share differently: layer 1 has one anchor, layer 2 none, and layer 3's have theirs in two layers.
 MIXED = [[0, 0], [0, 1], [0, 1], [3, 1]]
+STREAMING = [[0, -1], [0, 1], [-1, 1], [3, 1]]
 DENSE = [[layer] * KV_HEADS for layer in range(LAYERS)]
 SIZES = {"window": (4, 28), "all near": (4, 1000)}  # the second is longer than any prompt
 

@@ -16,6 +16,7 @@ from engines import (
     LAYERS,
     MIXED,
     SIZES,
+    STREAMING,
     answered,
     answers,
     assert_as_generate,
@@ -42,6 +43,9 @@ CASES = {
     "kv": {"share": "kv"},
     "kv, layers of anchors and of none": {"share": "kv", "anchors": [[0, 0], [0, 0], [2, 2], [2, 2]]},
     "window": {"share": "window", "anchors": DENSE},
+    "heads that stream": {"anchors": STREAMING},
+    "heads that stream, keys": {"share": "keys", "anchors": STREAMING},
+    "layers of heads that stream": {"anchors": [[0, 0], [-1, -1], [2, -1], [2, 3]]},
 }
 
 
@@ -111,15 +115,17 @@ def test_half_precision_is_as_near_as_the_library_in_half_precision(dtype, tmp_p
     assert theirs <= 2 * ours
 
 
-def test_the_pool_is_the_formula(tmp_path):
+@pytest.mark.parametrize("anchors", [MIXED, STREAMING], ids=["shared", "heads that stream"])
+def test_the_pool_is_the_formula(anchors, tmp_path):
     """vLLM's own accounting: bytes of a block, blocks of a request while it runs, requests that fit."""
     sinks, recent = sizes = (4, 100)
     pool = 2**30  # VLLM_CPU_KVCACHE_SPACE
-    with running(saved(tmp_path, sizes=sizes), max_num_batched_tokens=64, async_scheduling=False) as llm:
+    path, blocks = saved(tmp_path, sizes=sizes, anchors=anchors), pod.LayerBlocks(anchors)
+    with running(path, max_num_batched_tokens=64, async_scheduling=False) as llm:
         config = core(llm).scheduler.kv_cache_config
-        vectors = sum(KV_HEADS + sum(anchor == layer for anchor in row) for layer, row in enumerate(MIXED))
-        bytes_of_block = BLOCK * DIM * 4 * vectors
-        assert bytes_of_block == BLOCK * DIM * 4 * 2 * LAYERS * KV_HEADS * (1 - pod.LayerBlocks(MIXED).kv_saving)
+        values = sum(anchor >= 0 for row in anchors for anchor in row)
+        bytes_of_block = BLOCK * DIM * 4 * (values + sum(row.count(layer) for layer, row in enumerate(anchors)))
+        assert bytes_of_block == BLOCK * DIM * 4 * 2 * LAYERS * KV_HEADS * (1 - blocks.kv_saving)
         assert {tensor.block_stride for tensor in config.kv_cache_tensors} == {bytes_of_block}
         assert config.num_blocks == pool // bytes_of_block
         from vllm import SamplingParams
@@ -238,3 +244,6 @@ def test_tensor_parallel_sizes_that_fit():
     ):
         check_tensor_parallel(alike, 4)
     check_tensor_parallel(pod.LayerBlocks.uniform(4, 4, 2), 4)
+    streaming = pod.LayerBlocks([[0, 0, 0, 0], [0, -1, -1, 0], [2, 2, -1, -1]])
+    with pytest.raises(ValueError, match="as many anchors and heads that stream; .* is so for 1$"):
+        check_tensor_parallel(streaming, 2)
