@@ -34,6 +34,7 @@ import pod
 pytestmark = needs_vllm
 LENGTHS = (1, 5, 30, 64, 65, 130, 200, 301)  # chunks of 64: some prefill while others decode
 BLOCK = 16
+MOSTLY = [[0, -1], [-1, -1], [-1, -1], [3, -1]]
 CASES = {
     **{family: {"family": family} for family in FAMILIES},
     "all near": {"sizes": SIZES["all near"]},
@@ -115,7 +116,7 @@ def test_half_precision_is_as_near_as_the_library_in_half_precision(dtype, tmp_p
     assert theirs <= 2 * ours
 
 
-@pytest.mark.parametrize("anchors", [MIXED, STREAMING], ids=["shared", "heads that stream"])
+@pytest.mark.parametrize("anchors", [MIXED, STREAMING, MOSTLY], ids=["shared", "streaming", "mostly streaming"])
 def test_the_pool_is_the_formula(anchors, tmp_path):
     """vLLM's own accounting: bytes of a block, blocks of a request while it runs, requests that fit."""
     sinks, recent = sizes = (4, 100)
@@ -123,9 +124,10 @@ def test_the_pool_is_the_formula(anchors, tmp_path):
     path, blocks = saved(tmp_path, sizes=sizes, anchors=anchors), pod.LayerBlocks(anchors)
     with running(path, max_num_batched_tokens=64, async_scheduling=False) as llm:
         config = core(llm).scheduler.kv_cache_config
-        values = sum(anchor >= 0 for row in anchors for anchor in row)
-        bytes_of_block = BLOCK * DIM * 4 * (values + sum(row.count(layer) for layer, row in enumerate(anchors)))
-        assert bytes_of_block == BLOCK * DIM * 4 * 2 * LAYERS * KV_HEADS * (1 - blocks.kv_saving)
+        own, streams = (int(kind.sum()) for kind in (blocks.is_anchor, blocks.is_streaming))
+        far, near = LAYERS * KV_HEADS - streams + own, LAYERS * KV_HEADS - own + streams
+        assert far == 2 * LAYERS * KV_HEADS * (1 - blocks.kv_saving) and (near > far) == (anchors is MOSTLY)
+        bytes_of_block = BLOCK * DIM * 4 * max(far, near)
         assert {tensor.block_stride for tensor in config.kv_cache_tensors} == {bytes_of_block}
         assert config.num_blocks == pool // bytes_of_block
         from vllm import SamplingParams
