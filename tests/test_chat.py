@@ -96,6 +96,19 @@ def test_turns_of_the_assistant_are_learned_with_their_end(tokenizer, messages, 
     assert whole == "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
 
 
+@pytest.mark.parametrize("name", ["bytes", "bpe"])
+def test_a_chat_that_the_assistant_begins(tokenizer, name):
+    encode = chat.load_chat("bytes" if name == "bytes" else str(tokenizer), CHATML)
+    ids, learned, text = encode([{"role": "assistant", "content": "Yo"}, *conversation("What?", "Yo<|im_end|>")])
+    assert text.startswith("<|im_start|>assistant\nYo<|im_end|>")
+    if name == "bytes":
+        first = bytes((ids[: len("<|im_start|>assistant\nYo<|im_end|>\n")] - 3).tolist())
+        assert first == b"<|im_start|>assistant\nYo<|im_end|>\n"
+        assert learned[: len(first)].tolist() == [False] * 22 + [True] * (len(first) - 22)
+    else:
+        assert learned_text(CHATML, tokenizer, [{"role": "assistant", "content": "Yo"}])[0] == ["Yo<|im_end|>"]
+
+
 def test_a_template_without_ends(tokenizer):
     found, whole = learned_text(PLAIN, tokenizer, CHATS[0])
     assert whole == "user: What is 2 + 2?\nassistant: It is 4.\n" and found == ["assistant: It is 4.\n"]

@@ -407,6 +407,44 @@ def test_what_may_change_when_a_run_goes_on(trained, prepared, tmp_path):
     assert rates == pytest.approx(expected, rel=1e-6)
 
 
+def test_blocks_that_a_run_without_checkpoints_left(trained, prepared, tmp_path, monkeypatch, capsys):
+    """They serve the same recipe, and no other."""
+    base = export(trained, tmp_path / "base")
+    line = [f"recipe={recipe_file(tmp_path, prepared, base=base)}", "trainer.max_steps=1", "resume=auto"]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("lightning.Trainer.fit", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        fit(load_recipe(line))
+    left = LayerBlocks.load(tmp_path / "run" / "blocks.json")
+    training_run.fit(load_recipe(line), analyze=lambda recipe: pytest.fail("the blocks are there"))
+    shutil.rmtree(tmp_path / "run" / "steps")
+    assert "analysing again" not in capsys.readouterr().err
+    fit(load_recipe([*line, "blocks.kv_saving=0.33"]))
+    assert "was found with another blocks.kv_saving: analysing again" in capsys.readouterr().err
+    assert LayerBlocks.load(tmp_path / "run" / "blocks.json").kv_saving > left.kv_saving
+
+
+def test_going_back_needs_another_folder(trained, prepared, tmp_path):
+    shutil.copytree(trained, tmp_path / "run")
+    earlier = f"resume={tmp_path}/run/steps/step=8.ckpt"
+    with pytest.raises(ValueError, match="run/steps holds step=10.ckpt too, .* with another output=FOLDER"):
+        fit(started(prepared, tmp_path, earlier, "trainer.max_steps=9"))
+    fit(started(prepared, tmp_path, earlier, "trainer.max_steps=9", f"output={tmp_path}/other"))
+    assert last_checkpoint(tmp_path / "other" / "steps").name == "step=9.ckpt"
+
+
+def test_bfloat16_throughout_rounds_neither_rope_nor_means(prepared, tmp_path):
+    recipe = started(
+        prepared, tmp_path, "trainer.precision=bf16-true", "trainer.max_steps=1", "trainer.validate_every=1"
+    )
+    module = fit(recipe).lightning_module
+    assert module.model.lm_head.weight.dtype == torch.bfloat16
+    frequencies = module.model.model.rotary_emb.inv_freq
+    assert torch.equal(frequencies, 10000.0 ** -(torch.arange(0, 8, 2) / 8))
+    for metric in (module.validation_loss, *module.validation_gates):
+        metric.update(torch.tensor(2.4))
+        assert metric.compute().dtype == torch.float32 and metric.compute() == torch.tensor(2.4)
+
+
 def test_blocks_are_not_found_anew_by_other_rules(trained, prepared, tmp_path):
     """blocks.json of the run would be taken, whatever the recipe says."""
     base = export(trained, tmp_path / "base")
@@ -768,7 +806,13 @@ def test_adapters_are_resumed_and_exported(trained, prepared, tmp_path, capsys):
     base = export(trained, tmp_path / "base")
     path = recipe_file(tmp_path, prepared, base=base)
     LayerBlocks([[0, 0], [0, 1], [0, 1]]).save(tmp_path / "blocks.json")
-    learned = ["lora.rank=2", "distill.weight=0.5", "trainer.max_steps=4", "trainer.validate_every=4"]
+    learned = [
+        "lora.rank=2",
+        "lora.dropout=0.3",
+        "distill.weight=0.5",
+        "trainer.max_steps=4",
+        "trainer.validate_every=4",
+    ]
     line = [f"recipe={path}", f"blocks.file={tmp_path}/blocks.json", *learned]
     fit(load_recipe(line))
     run = tmp_path / "run"
@@ -785,7 +829,7 @@ def test_adapters_are_resumed_and_exported(trained, prepared, tmp_path, capsys):
     assert losses(run) == {step: pytest.approx(loss, rel=1e-6) for step, loss in wanted.items()}
     for key, other in (("lora.targets", "[q, k, gate, up]"), ("lora.rank", "4"), ("lora.rank", "0")):
         with pytest.raises(RecipeError, match=rf"^{key} is .*was trained with .*: continue with {key}="):
-            fit(load_recipe([*line, "resume=auto", "trainer.max_steps=5", f"{key}={other}"]))
+            fit(load_recipe([*line, "resume=auto", "trainer.max_steps=5", "lora.dropout=0", f"{key}={other}"]))
     LayerBlocks([[0, 0], [0, 0], [0, 0]]).save(tmp_path / "other.json")
     with pytest.raises(RecipeError, match="^blocks.file=.*other.json gives .*continue with the blocks of its run"):
         fit(load_recipe([*line, "resume=auto", f"blocks.file={tmp_path}/other.json"]))
@@ -819,6 +863,12 @@ def test_adapters_are_resumed_and_exported(trained, prepared, tmp_path, capsys):
     fit(load_recipe([*further, "trainer.max_steps=1"]))
     for name, weight in load_checkpoint(tmp_path / "further")[0]["state_dict"].items():
         torch.testing.assert_close(weight, whole[name])
+    narrow = [*further, f"output={tmp_path / 'narrow'}", "model.recent_size=9"]
+    fit(load_recipe([*narrow, "trainer.max_steps=1"]))
+    assert f"lora.adapter={folder} was trained with recent_size=14, this run has 9" in capsys.readouterr().err
+    folder.rename(tmp_path / "away")  # a checkpoint has the weights
+    fit(load_recipe([*narrow, "trainer.max_steps=2", "resume=auto"]))
+    (tmp_path / "away").rename(folder)
     with pytest.raises(ValueError, match=r"lora.alpha=8, and lora.adapter=.*was trained with 16.0: set lora.alpha"):
         fit(load_recipe([*further, "trainer.max_steps=1", "lora.alpha=8", f"output={tmp_path / 'other'}"]))
     with pytest.raises(ValueError, match=r"does not fit lora.rank and lora.targets.*has no counterpart. Set both"):

@@ -230,7 +230,7 @@ def test_a_recipe_lets_heads_stream_without_an_analysis_and_in_blocks_of_a_size(
     keys = ["blocks.streaming=0.4", f"blocks.head_scores={folder}"]
 
     def chosen(*more):
-        return choose_blocks(recipe(*keys, *more), tmp_path, lambda recipe: pytest.fail("no analysis is needed"))
+        return choose_blocks(recipe(*keys, *more), tmp_path, lambda recipe: pytest.fail("no analysis is needed"), False)
 
     assert chosen("blocks.kv_saving=0") == DENSE.streaming(scores, 0.4)
     assert "found with 128 sinks and 256 recent tokens" in capsys.readouterr().err

@@ -406,7 +406,10 @@ def test_every_recipe_has_a_plan(name, tmp_path, monkeypatch):
     [
         ({"gpu": "H101"}, "gpu=H101: must be one of H100, H200"),
         ({"utilisation": 0.0}, r"utilisation=0.0: must be in \(0, 1\]"),
-        ({"trainer.num_nodes": 8, "trainer.sequence_parallel_size": 64}, "=64 does not divide the model's 32 query he"),
+        (
+            {"trainer.num_nodes": 8, "trainer.sequence_parallel_size": 64},
+            "=64 does not fit 32 query heads and 8 KV heads",
+        ),
         ({"trainer.sequence_parallel_size": 3}, "sequence_parallel_size=3 does not divide the 8 processes"),
         ({"trainer.strategy": "ddp"}, "sequence_parallel_size=2 needs trainer.strategy=deepspeed"),
     ],

@@ -86,14 +86,21 @@ def load_chat(name: str, template: str | None) -> Callable[[list[dict[str, Any]]
         except (TemplateError, TypeError, ValueError) as error:
             raise BadChat(f"the chat template refuses these messages: {error}") from None
 
+    def header(through: str) -> str:
+        """What the template puts before a chat's first turn, written as `through`, where that is the assistant's."""
+        asked = [{"role": "user", "content": "?"}]
+        prompt = written(asked, add_generation_prompt=True).removeprefix(written(asked))
+        before, found, _ = through.partition(prompt) if prompt else ("", "", "")
+        return before + found if found else ""
+
     def spans(messages: list[dict[str, Any]], text: str) -> list[tuple[int, int]]:
         """[begin, end) of the text that each of the assistant's turns adds to its prompt."""
         found = []
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            prompt = written(messages[:number], add_generation_prompt=True) if number else ""
             through = written(messages[: number + 1])
+            prompt = written(messages[:number], add_generation_prompt=True) if number else header(through)
             if not through.startswith(prompt) or not text.startswith(through):
                 raise BadChat(
                     f"message {number}: the chat template writes this turn otherwise when more follows, so where it "

@@ -6,18 +6,22 @@ trained; B begins at 0, so training begins at the frozen model. peft is imported
 QLoRA (arXiv 2305.14314): W is held in 4 bits, and what is multiplied is W as it is restored from them.
 """
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_only
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig
 
+from pod.blocks import LayerBlocks
 from pod.extras import require
 from pod.files import opening, read_json
+from pod.model.adapter import FIELDS
 from pod.recipe.sections import LORA_TARGETS
 
 _ADAPTER = "default"  # peft's name of it
@@ -116,7 +120,7 @@ def go_on_from(model: nn.Module, folder: Path, alpha: float) -> None:
 
     Args:
         model: with adapters; it is changed.
-        folder: in PEFT's format, of the same matrices and rank.
+        folder: in PEFT's format, of the same matrices and rank. Of another window or `share` it is warned.
         alpha: what the model's adapters were made with.
 
     Raises:
@@ -144,6 +148,12 @@ def go_on_from(model: nn.Module, folder: Path, alpha: float) -> None:
         )
     for name, parameter in ours.items():
         parameter.copy_(saved[name])
+    blocks = folder / "blocks.json"
+    metadata = LayerBlocks.load(blocks).metadata if blocks.is_file() else {}
+    for name in FIELDS if rank_zero_only.rank == 0 else ():
+        was, now = metadata.get(name), getattr(model.config, name)
+        if was not in (None, now):
+            print(f"warning: lora.adapter={folder} was trained with {name}={was}, this run has {now}", file=sys.stderr)
 
 
 @contextmanager

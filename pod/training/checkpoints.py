@@ -86,7 +86,8 @@ def resume_from(recipe: Recipe, folder: Path) -> Path | None:
 
     Raises:
         ValueError: the run's folder holds checkpoints and the recipe does not say whether to continue; or the named
-            checkpoint is missing or damaged, was written by another strategy, or belongs to a run of another model.
+            checkpoint is missing or damaged, was written by another strategy, belongs to a run of another model, or is
+            not the last one in the run's folder.
     """
     if recipe.resume == "auto":
         return check_same(check_layout(last_checkpoint(folder), recipe), recipe)
@@ -102,6 +103,12 @@ def resume_from(recipe: Recipe, folder: Path) -> Path | None:
         raise ValueError(f"resume={recipe.resume}: there is no such checkpoint")
     if not is_whole(path):
         raise ValueError(f"resume={recipe.resume}: the checkpoint is truncated or damaged; try resume=auto")
+    later = max(checkpoints(folder)) if path.resolve().parent == folder.resolve() else 0
+    if later > (step := int(path.stem.removeprefix("step="))):
+        raise ValueError(
+            f"resume={recipe.resume}: {folder} holds step={later}.ckpt too, which an export and resume=auto would take "
+            f"for the end of this run: go on from step {step} with another output=FOLDER, or move the later ones away"
+        )
     return check_same(check_layout(path, recipe), recipe)
 
 
@@ -174,7 +181,7 @@ def check_same(checkpoint: Path | None, recipe: Recipe) -> Path | None:
     theirs, ours = saved["model"]["config"] or {}, recipe.model.config or {}
     if theirs and ours:
         kept |= {f"model.config.{name}": (theirs.get(name), ours.get(name)) for name in {**theirs, **ours}}
-    kept |= _found_by(checkpoint, recipe)
+    kept |= _found_by(checkpoint.parent.parent / "recipe.yaml", recipe)
     for key, (was, wanted) in kept.items():
         if _comparable(key, was) != _comparable(key, wanted):
             raise RecipeError(
@@ -192,9 +199,23 @@ def _comparable(key: str, value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _found_by(checkpoint: Path, recipe: Recipe) -> dict[str, tuple[Any, Any]]:
-    """The keys by which blocks are found -> what they were in the checkpoint's run, if it left its recipe; and now."""
-    file = checkpoint.parent.parent / "recipe.yaml"
+def found_alike(out: Path, recipe: Recipe) -> bool:
+    """Whether this recipe would find the blocks that a run without checkpoints left in its folder; said where not."""
+    file = out / "recipe.yaml"
+    keys = _found_by(file, recipe)
+    try:
+        before = load_recipe([f"recipe={file}"]) if file.is_file() else recipe
+        keys |= {key: (attrgetter(key)(before), attrgetter(key)(recipe)) for key in (*KEPT[:5], "data.path")}
+    except RecipeError:  # of which `_found_by` warned
+        return False
+    others = [key for key, (was, wanted) in keys.items() if _comparable(key, was) != _comparable(key, wanted)]
+    if others:
+        print(f"{out}/blocks.json was found with another {', '.join(others)}: analysing again", file=sys.stderr)
+    return not others
+
+
+def _found_by(file: Path, recipe: Recipe) -> dict[str, tuple[Any, Any]]:
+    """The keys by which blocks are found -> what they were in the run that left `file`, its recipe; and now."""
     if any(value is not None for value in (recipe.blocks.file, recipe.blocks.size)) or not file.is_file():
         return {}
     try:

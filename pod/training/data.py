@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from lightning import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -250,6 +251,7 @@ class PodDataModule(LightningDataModule):
             pin_memory=self._pins(),
             drop_last=True,
             worker_init_fn=_outlive_interrupt,
+            generator=torch.Generator(),  # iterators draw from it; from the global one dropout would resume elsewhere
         )
         loader.in_flight = self._in_flight
         if self._resume is not None:

@@ -82,6 +82,7 @@ class PodModule(lightning.LightningModule):
         self.validation_loss = torchmetrics.MeanMetric()
         self.validation_answers = torchmetrics.MeanMetric()
         self.validation_gates = nn.ModuleList()  # one mean for each layer
+        self._exact: list[tuple[nn.Module, str, Tensor]] = []  # the models' buffers as they were made
         self._clock = time.perf_counter()
         self._tokens = 0
 
@@ -133,6 +134,12 @@ class PodModule(lightning.LightningModule):
                 if model is not None:
                     model.model.compile()
         self.validation_gates.extend(torchmetrics.MeanMetric() for _ in range(layers))
+        self._exact = [
+            (module, name, buffer.clone())
+            for module in self.modules()
+            for name, buffer in module.named_buffers(recurse=False)
+            if buffer.is_floating_point()
+        ]
         self.model.train()
 
     def _in_4_bits(self) -> dict[str, Any]:
@@ -268,6 +275,21 @@ class PodModule(lightning.LightningModule):
             self.log("train_answer_loss", answer_loss.detach(), sync_dist=True)
             loss = loss + self.sections.trainer.answer_weight * answer_loss
         return loss
+
+    def _keep_exact(self) -> None:
+        """What `precision=bf16-true` rounds beside the weights: RoPE's frequencies, which no checkpoint has; means."""
+        for module, name, exact in self._exact:
+            buffer = getattr(module, name)
+            if buffer.dtype != exact.dtype:
+                setattr(module, name, exact.to(buffer.device))
+        for metric in (self.validation_loss, self.validation_answers, *self.validation_gates):
+            metric.set_dtype(torch.float32)
+
+    def on_fit_start(self) -> None:
+        self._keep_exact()
+
+    def on_validation_start(self) -> None:
+        self._keep_exact()
 
     def setup(self, stage: str) -> None:
         # The first process may have analysed the model while the others waited.

@@ -15,6 +15,7 @@ from typing import Any
 from pod.blocks import LayerBlocks
 from pod.files import read_json
 from pod.model.memory import GPUS, RESERVED, Gpu, Memory, Sharing
+from pod.model.sequence_parallel import check_heads
 from pod.model.shape import KNOWN_CONFIGS, Shape
 from pod.recipe.errors import RecipeError
 from pod.recipe.loading import load_recipe, recipes
@@ -177,11 +178,10 @@ def make_plan(recipe: Recipe, gpu: str = "H100", utilisation: float = 0.4) -> Pl
     if recipe.model.share == "window":
         shape = replace(shape, window=recipe.model.sink_size + recipe.model.recent_size)
     trainer, spread = recipe.trainer, recipe.trainer.sequence_parallel_size
-    if shape.heads % spread:
-        raise RecipeError(
-            f"trainer.sequence_parallel_size={spread} does not divide the model's {shape.heads} query heads: no sample "
-            "can be spread so"
-        )
+    try:
+        check_heads(shape.heads, shape.kv_heads, spread)
+    except ValueError as error:
+        raise RecipeError(f"trainer.{error}") from error
     share = recipe.model.share
     if recipe.blocks.file is not None:
         blocks = LayerBlocks.load(recipe.blocks.file)

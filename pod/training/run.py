@@ -36,7 +36,15 @@ from pod.recipe.loading import save
 from pod.recipe.schema import Recipe, accumulate, output_folder, steps
 from pod.training.adapters import check_4_bits
 from pod.training.base_model import first_config
-from pod.training.checkpoints import Checkpoints, SaveAtEnd, TimeLimit, WholeFiles, check_blocks, resume_from
+from pod.training.checkpoints import (
+    Checkpoints,
+    SaveAtEnd,
+    TimeLimit,
+    WholeFiles,
+    check_blocks,
+    found_alike,
+    resume_from,
+)
 from pod.training.data import PodDataModule
 from pod.training.module import PodModule
 from pod.training.strategy import UlyssesDeepSpeedStrategy
@@ -167,10 +175,11 @@ def has_wandb_key() -> bool:
         return False
 
 
-def choose_blocks(recipe: Recipe, out: Path, analyze: Analysis) -> LayerBlocks | None:
+def choose_blocks(recipe: Recipe, out: Path, analyze: Analysis, is_resumed: bool) -> LayerBlocks | None:
     """The blocks to train with: the recipe's file or size, those of the run that is continued, or newly analysed ones.
 
-    Of several processes the first one analyses, and tells the others when they are connected (`PodModule.setup`).
+    A run that ended before its first checkpoint has left blocks, too: they serve where they were found alike. Of
+    several processes the first one analyses, and tells the others when they are connected (`PodModule.setup`).
     """
     wanted, blocks = recipe.blocks, None
     if wanted.file is not None:
@@ -183,7 +192,8 @@ def choose_blocks(recipe: Recipe, out: Path, analyze: Analysis) -> LayerBlocks |
         return _streaming(recipe, blocks)
     if wanted.kv_saving == 0 and wanted.threshold is None:
         return None
-    if recipe.resume != "never" and (out / "blocks.json").exists():
+    found = recipe.resume != "never" and (out / "blocks.json").exists()
+    if found and (is_resumed or found_alike(out, recipe)):
         return LayerBlocks.load(out / "blocks.json")
     return analyze(recipe) if rank_zero_only.rank == 0 else None
 
@@ -282,7 +292,7 @@ def _fit(recipe: Recipe, data: PodDataModule, out: Path, analyze: Analysis) -> l
         _check_content(recipe, data)
     check_writable(out)
     lightning.seed_everything(recipe.seed, verbose=False)
-    blocks = choose_blocks(recipe, out, analyze)
+    blocks = choose_blocks(recipe, out, analyze, checkpoint is not None)
     if rank_zero_only.rank == 0:
         if checkpoint is not None:
             check_blocks(checkpoint, blocks, recipe)
@@ -296,7 +306,8 @@ def _fit(recipe: Recipe, data: PodDataModule, out: Path, analyze: Analysis) -> l
         trainer=recipe.trainer,
         optimizer=recipe.optimizer,
         distill=recipe.distill,
-        lora=recipe.lora,
+        # Of a run that goes on, the adapter's weights are the checkpoint's.
+        lora=recipe.lora if checkpoint is None else recipe.lora.model_copy(update={"adapter": None}),
         blocks=None if blocks is None else blocks.anchors.tolist(),
         bytes_per_token=1.0 if data.prepared.tokenizer == "bytes" else None,
     )
