@@ -188,6 +188,47 @@ def test_rows_are_selected_and_repeated():
     together(cache, copied)
 
 
+@pytest.mark.parametrize("which", ["blocks", "keys", "kv", "dense"])
+@pytest.mark.parametrize("how", ["crop", "select"])
+def test_a_context_that_was_longer(which, how, tmp_path):
+    """Slots behind what is left of it are not read, nor those that `max_length` wants."""
+    model = build(*MODELS[which])
+    for length in (None, 45, 90):
+        cache = pod.PodCache(model.config, max_length=length)
+        if how == "crop":
+            fed(model, cache, tokens(1, 30))
+            cache.crop(-8)
+        else:
+            ids, mask = left_padded((30, 22))
+            fed(model, cache, tokens(2, 30) * mask, mask)
+            cache.batch_select_indices(torch.tensor([1]))
+        copied = copy.deepcopy(cache)
+        copied.batch_repeat_interleave(3)
+        cache.fork(3)
+        mask = torch.ones(3, cache.get_seq_length(), dtype=torch.long)
+        mask[:, : cache.get_seq_length() - 22] = 0
+        for count in (0, 4):
+            if count:
+                found, wanted = (turn(model, one, mask, [count] * 3)[0] for one in (cache, copied))
+                assert_same(found, wanted)
+                mask = pad(mask, (0, count), value=1)
+            cache.save(tmp_path / "cache")
+            cache = pod.PodCache.load(tmp_path / "cache", model.config)
+        found, wanted = (turn(model, one, mask, [6] * 3)[0] for one in (cache, copied))
+        assert_same(found, wanted)
+        together(cache, copied)
+
+
+def test_a_reset_behind_a_peek_was_not():
+    model = build(*MODELS["keys"])
+    cache, copied = contexts(model, 20)
+    with cache.peek():
+        cache.reset()
+        fed(model, cache, tokens(1, 30))
+    together(cache, copied)
+    assert_same(turns(model, cache, 20), turns(model, copied, 20))
+
+
 def test_own_tokens_are_cropped_and_shared_ones_are_not():
     model = build(*MODELS["blocks"])
     cache, copied = contexts(model, 40, crop_slack=8)

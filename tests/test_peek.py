@@ -164,6 +164,23 @@ def test_rows_and_crop_inside():
     assert state(cache) == before
 
 
+@pytest.mark.parametrize("setting", ["none", "snapkv-once", "quest", "h2o-once"])
+def test_tokens_from_before_are_cropped_inside(setting):
+    """What is written instead is not written where the cache's own tokens are."""
+    model = build(*MODELS["blocks"])
+    cache, mask = filled(model, ADDING.get(setting, {}), (40, 40), crop_slack=8)
+    more = torch.nn.functional.pad(mask, (0, 4), value=1)
+    fed(model, cache, tokens(2, 4), more)
+    other, before = copy.deepcopy(cache), state(cache)
+    with cache.peek():
+        copied = copy.deepcopy(cache)
+        for one in (cache, copied):
+            one.crop(-3)
+        assert torch.equal(asked(model, cache, more[:, 3:], 10), asked(model, copied, more[:, 3:], 10))
+    assert state(cache) == before
+    assert torch.equal(asked(model, cache, more, 20), asked(model, other, more, 20))
+
+
 @pytest.mark.parametrize("setting", [{}, COPIED["h2o"]], ids=["none", "h2o"])
 def test_a_forward_that_breaks_off_inside_leaves_nothing(setting):
     model = build(*MODELS["blocks"])

@@ -152,6 +152,7 @@ class PodCache(Cache):
         self._padding: tuple[int, Tensor] | None = None  # its first column, and with how many of padding it begins
         self._watch: Callable[[int, Tensor, Tensor, float], None] | None = None
         self._is_peek = False  # all there is, is a copy's
+        self._lent = 0  # of which the first so many columns lie where the cache's own do
         self._is_counted = True  # False while a forward is counted, and between its pieces
         self._dtype: torch.dtype | None = None  # of what the model computes
         self._storage: Storage
@@ -354,7 +355,7 @@ class PodCache(Cache):
     @_outlives_inference
     def _go_apart(self) -> None:
         self._rows, storage = self._rows.apart(), self._storage
-        self._storage, self._is_peek = storage.apart(self._rows), True
+        self._storage, self._is_peek, self._lent = storage.apart(self._rows), True, self._rows.columns
 
     @property
     def rotates(self) -> bool:
@@ -606,7 +607,7 @@ class PodCache(Cache):
         if self._storage.in_prefill:
             raise ValueError("a copy inside cache.prefill() could not be closed: copy the cache before or after it")
         made = memo[id(self)] = type(self).__new__(type(self))
-        vars(made).update(copy.deepcopy(vars(self), memo), _is_peek=False, _watch=None)
+        vars(made).update(copy.deepcopy(vars(self), memo), _is_peek=False, _lent=0, _watch=None)
         return made
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -711,6 +712,8 @@ class PodCache(Cache):
                 f"cannot take back {removed} tokens: some of them are padding of a turn whose rows had different "
                 "lengths. Take a copy (copy.deepcopy) before such a turn, and go on with that"
             )
+        if self._rows.columns - removed < self._lent:  # what comes instead is written there
+            self._storage, self._lent = self._storage.copied(self._rows), 0
         self._rows.crop(removed)
         self._storage.crop(removed)
 

@@ -60,6 +60,7 @@ class SharedPrefix(SlotStorage):
     def __init__(self, prefix: SlotStorage, shared: Rows, rows: Rows, max_length: int | None) -> None:
         self.prefix, self.whole, self.shared = prefix, rows, shared.longest
         prefix.rows, prefix.workspace = shared, None
+        prefix.count_room()
         prefix.by_kernels = prefix.is_decoding = False
         found: dict[tuple, Tensor] = {}
         self.known = [None if layer is None else self._with_positions(layer, found) for layer in prefix.layers]
@@ -85,11 +86,17 @@ class SharedPrefix(SlotStorage):
         self.by_kernels = False
 
     def cleared(self) -> Storage:
-        self.prefix.rows = self.whole
-        return self.prefix.cleared()
+        prefix = copy(self.prefix)  # inside `peek` the cache's own is the same
+        prefix.rows, prefix.headroom = self.whole, copy(prefix.headroom)
+        return prefix.cleared()
 
     def apart(self, rows: Rows) -> Storage:
         made = super().apart(self.rows.apart())
+        made.whole = rows
+        return made
+
+    def copied(self, rows: Rows) -> Storage:
+        made = super().copied(self.rows.apart())
         made.whole = rows
         return made
 

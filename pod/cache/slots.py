@@ -135,7 +135,7 @@ class SlotStorage(Storage):
     def apart(self, rows: Rows) -> Storage:
         # Where tokens are only added, they go to slots that are empty, and those held are shared.
         if self.quantization is not None or not (self.policy is None or self.is_frozen):
-            made = super().apart(rows)
+            made = self.copied(rows)
             made.is_waiting = False
             return made
         made = copy(self)
@@ -196,7 +196,7 @@ class SlotStorage(Storage):
             self.tables[int(name)] = Table(**table | {"heads": tuple(table["heads"])})
         for name, value in facts["flags"].items():
             setattr(self, name, value)
-        if self.policy is None and (self.headroom.max_length or 0) > self.rows.longest:
+        if self.policy is None and self.tables and (self.headroom.max_length or 0) > self.rows.longest:
             self._grow(list(self.tables), 0, self.rows.longest)
 
     def _restored(self, name: str, sizes: np.ndarray, tensors: dict[str, Tensor]) -> Segments | QuantizedSegments:
@@ -403,13 +403,17 @@ class SlotStorage(Storage):
         self.is_direct = self.acts and step.is_first and not self.in_prefill
         if self.policy is not None and not self.in_prefill and not self.is_decoding:
             self.decision.begin()
-        if self.policy is None:  # what a failed forward left is overwritten
+        self.count_room()  # what a failed forward left is overwritten
+        if self.count == 1 and not step.is_first and self._is_full:
+            self._make_room_for_one()
+
+    def count_room(self) -> None:
+        """Where slot = position, what is behind the longest row is free: tokens that were cropped, rows that went."""
+        if self.policy is None:
             for table in self.tables.values():
                 table.room = int(table.sizes[0, 0]) - self.rows.longest
             for _, layer in self._stored():
                 layer.room = layer.near_keys.shape[2] - self.rows.longest
-        if self.count == 1 and not step.is_first and self._is_full:
-            self._make_room_for_one()
 
     def finish(self) -> None:
         self.added += self.count

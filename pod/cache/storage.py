@@ -457,6 +457,10 @@ class Storage(ABC):
         Args:
             rows: what counts its tokens, a copy of this one's.
         """
+        return self.copied(rows)
+
+    def copied(self, rows: "Rows") -> "Storage":
+        """The same, nothing of what is held in common."""
         return deepcopy(self, {id(self.config): self.config, id(self.rows): rows})
 
     def evict(self, scores: Mapping[int, Tensor]) -> None:

@@ -169,7 +169,8 @@ class PodAttention:
             )
             if measures:
                 out, gate = out
-                self.gate = gate.mean()
+                real = torch.ones_like(gate) if document_ids is None else (document_ids >= 0)[:, None].expand_as(gate)
+                self.gate = (gate * real).sum() / real.sum().clamp(min=1)
         else:
             out = past_key_values.attend(self.layer_idx, q, k, v, q_distant, k_distant, self.scaling)
         if sequence is not None:
