@@ -618,6 +618,9 @@ class TestForward:
         shared(ids, use_cache=False)
         assert float(shared.model.layers[0].self_attn.gate) == pytest.approx(expected[0], rel=1e-5)
         assert all(0 < float(layer.self_attn.gate) < 1 for layer in shared.model.layers)
+        padded = torch.nn.functional.pad(ids, (0, 12))  # padding counts nowhere
+        model(padded, document_ids=torch.zeros_like(padded).index_fill_(1, torch.arange(40, 52), -1), use_cache=False)
+        assert [float(layer.self_attn.gate) for layer in model.model.layers] == pytest.approx(expected, rel=1e-5)
 
     def test_similarity_of_a_dense_pod_model_is_the_stock_models(self, family):
         stock = tiny_model(family)
