@@ -7,7 +7,7 @@
 Four rows, all in float32:
 
     dense               the base
-    PoD, converted      its layers share distant scores, by the adapter's blocks, without any training
+    PoD, converted      its layers share distant scores and heads stream, by the adapter's blocks, without any training
     PoD, adapted        the shipped adapter on top
     window              sinks and recent tokens alone: what distant tokens are worth
     others              adapters that `--also` names, such as controls with the same steps
@@ -54,7 +54,7 @@ from pod.model.weights import weights_hash
 from pod.terminal import exit_status
 
 ROOT = Path(__file__).resolve().parent.parent
-ADAPTER = ROOT / "checkpoints/smollm2-pod-35"
+ADAPTER = ROOT / "checkpoints/smollm2-pod-35-streaming"
 KINDS = ("novel", "code", "manual")
 LENGTH = 2048  # tokens of a stretch of text
 KEY_LENGTHS, DEPTHS = (1000, 2000), (0.1, 0.3, 0.5, 0.7, 0.9)
@@ -263,7 +263,7 @@ def run(options: argparse.Namespace) -> bool:
     counts = ", ".join(f"{len(some)} of {kind}" for kind, some in texts.items())
     report.write_json(options.out / "report.json", {**settings, "rows": rows, "caches": caches, "continued": said})
     lines = [
-        "# SmolLM2-135M with shared distant scores",
+        "# SmolLM2-135M as a PoD model",
         "",
         table(rows),
         "",
