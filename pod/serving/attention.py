@@ -1,8 +1,8 @@
 """PoD's attention inside vLLM: where a layer's keys and values lie in vLLM's blocks, and what a step is told.
 
-A layer has up to two caches, each with block tables of its own. The far one holds the values of the KV heads, and the
-keys of those that are anchors, for all tokens; the near one the other heads' own keys, of sinks and recent tokens. Keys
-and values of heads that stream lie in the near one.
+There are two kinds of caches, each with block tables of its own. A layer's far one holds the values of its KV heads,
+and the keys of those that are anchors, for all tokens. The near one is of all layers together: the other heads' own
+keys, of sinks and recent tokens, and keys and values of heads that stream.
 Under tensor parallelism a rank has its own KV heads of both.
 """
 
@@ -91,11 +91,11 @@ class BlockTables(AttentionBackend):
 
 
 class CacheLayer(nn.Module, AttentionLayerBase):
-    """One cache of one layer: vLLM asks it for its spec, and gives it its blocks.
+    """One cache of one layer, or of several: vLLM asks it for its spec, and gives it its blocks.
 
     Args:
         name: by which vLLM knows it.
-        vectors: of each token.
+        vectors: of each token; `take` adds to them.
         near: (sink_size, recent_size) where only these tokens are kept; None: all.
     """
 
@@ -107,6 +107,11 @@ class CacheLayer(nn.Module, AttentionLayerBase):
         vllm_config = get_current_vllm_config()
         self.num_heads = vllm_config.model_config.hf_config.num_attention_heads
         vllm_config.compilation_config.static_forward_context[name] = self
+
+    def take(self, vectors: int) -> int:
+        """See to so many vectors more of each token; the first one's number."""
+        self.vectors += vectors
+        return self.vectors - vectors
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return BlockTables
@@ -132,10 +137,11 @@ class CacheLayer(nn.Module, AttentionLayerBase):
         """Its blocks [blocks, vectors, tokens of a block, head_dim], and this step's tables."""
         return Store(self.kv_cache, context.attn_metadata[self.layer_name].table)
 
-    def write(self, context: ForwardContext, vectors: Tensor) -> None:
-        """[T, vectors, head_dim] of the step's tokens."""
-        places = context.attn_metadata[self.layer_name].places
-        self.store(context).write(vectors[: len(places)].to(self.kv_cache.dtype), places)
+    def write(self, context: ForwardContext, vectors: Tensor, first: int = 0) -> None:
+        """[T, n, head_dim] of the step's tokens, to its vectors from `first` on."""
+        step = context.attn_metadata[self.layer_name]
+        store = Store(self.kv_cache[:, first : first + vectors.shape[1]], step.table)
+        store.write(vectors[: len(step.places)].to(self.kv_cache.dtype), step.places)
 
 
 @dataclass(frozen=True)
@@ -211,7 +217,11 @@ class PodAttention(nn.Module):
         if self.held:
             self.far = CacheLayer(f"{name}.far", len(self.held) + len(self.own), count)
         if vectors := len(self.apart) + 2 * len(self.streams):
-            self.near = CacheLayer(f"{name}.near", vectors, count, (config.sink_size, config.recent_size))
+            # One for all layers: vLLM parts caches of windows whose blocks have unequal sizes, and loses some.
+            self.near = next((one.near for one in below if one.near is not None), None) or CacheLayer(
+                f"{name}.near", 0, count, (config.sink_size, config.recent_size)
+            )
+            self.first = self.near.take(vectors)
         of_layer = {layer: self} | {anchor: below[anchor] for anchor in set(anchors) - {layer, STREAMS}}
         # Lists, so that the layers below do not become modules of this one.
         self.by_anchor = [
@@ -242,7 +252,8 @@ class PodAttention(nn.Module):
         values = [Source.of(self.far, range(len(places)), range(len(places)))]
         if not self.others:  # plain causal attention
             return Heads(places, values, None, distant)
-        near = [Source.of(self.near, range(len(self.others)), map(number.get, self.others))]
+        slots = range(self.first, self.first + len(self.others))
+        near = [Source.of(self.near, slots, map(number.get, self.others))]
         if self.own:
             slots = range(len(places), len(places) + len(self.own))
             near.append(Source.of(self.far, slots, map(number.get, self.own)))
@@ -250,7 +261,7 @@ class PodAttention(nn.Module):
 
     def _streaming(self) -> Heads:
         """The heads that see sinks and recent tokens alone."""
-        count, first = len(self.streams), len(self.apart)
+        count, first = len(self.streams), self.first + len(self.apart)
         values, keys = (
             [Source.of(self.near, range(start, start + count), range(count))] for start in (first, first + count)
         )
@@ -266,7 +277,7 @@ class PodAttention(nn.Module):
             self.far.write(context, torch.cat([v[:, self.held], k[:, self.own]], dim=1))
         if self.near is not None:
             mine = (k[:, self.apart], v[:, self.streams], k[:, self.streams])
-            self.near.write(context, torch.cat(mine, dim=1))
+            self.near.write(context, torch.cat(mine, dim=1), self.first)
         distant = self._distant_queries(context, q) if self.share == "scores" else None
         outs = [self._attend(context, heads, q, distant) for heads in self.parts]
         if len(outs) == 1:

@@ -46,7 +46,7 @@ CASES = {
     "window": {"share": "window", "anchors": DENSE},
     "heads that stream": {"anchors": STREAMING},
     "heads that stream, keys": {"share": "keys", "anchors": STREAMING},
-    "layers of heads that stream": {"anchors": [[0, 0], [-1, -1], [2, -1], [2, 3]]},
+    "layers of heads that stream": {"anchors": [[-1, -1], [1, -1], [2, 2], [3, 2]]},
 }
 
 
