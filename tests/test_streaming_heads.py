@@ -133,6 +133,16 @@ def test_a_cache_gives_what_the_whole_forward_gives(share, chunks, monkeypatch):
     assert cache.positions(2)[0, 1].tolist()[:12] == [0, 1, 2, *range(32, 41)]
 
 
+def test_layers_of_few_heads_take_more_queries_at_once_than_others(monkeypatch):
+    """Masks that layers have in common are those of all queries."""
+    monkeypatch.setattr("pod_kernels.cached.MAX_LOGITS", 2 * GROUPS * 41 * 12)
+    model, ids = converted(), tokens(1, 41)
+    cache, found = pod.PodCache(model.config), []
+    with torch.no_grad(), cache.prefill():
+        found = [model(part, past_key_values=cache).logits for part in ids.split([17, 12, 12], dim=1)]
+    close(torch.cat(found, dim=1), Truth(model, SINKS, RECENT)(ids))
+
+
 def test_padded_rows_go_on_in_chunks_and_steps(monkeypatch):
     monkeypatch.setattr("pod.cache.streams.LEAST_CHUNK", 4)
     model, lengths = converted(), (14, 2)

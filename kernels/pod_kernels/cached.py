@@ -377,12 +377,13 @@ def _gathered(parts: tuple[HeadOf, ...], piece: Piece) -> Tensor:
 def _hidden(positions: Tensor, width: int, held: Tensor | None, masks: Masks, keep: bool) -> Tensor:
     """[h, B, 1, t, width] bool, the slots that queries at `positions` [B, t] do not see.
 
-    `held` [h, B, width]: the positions in the slots, -1 where there is none; None: slot = position, and h is 1.
+    `held` [h, B, width]: the positions in the slots, -1 where there is none; None: slot = position, and h is 1. `keep`:
+    these are all queries of the forward, of which layers have the mask in common.
     """
     if held is not None:
         held = held[:, :, None]
         return ~((held >= 0) & (held <= positions[..., None]))[:, :, None]
-    hidden = masks.get(("hidden", width))
+    hidden = masks.get(("hidden", width)) if keep else None
     if hidden is None:
         column = torch.arange(width, device=positions.device)
         hidden = (column > positions[..., None])[None, :, None]
