@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from pod.cache.storage import Step
 from pod_kernels.segments import ring_places, ring_positions
-from pod_kernels.window import window_attention
+from pod_kernels.window import window_attention, window_mask
 
 LEAST_CHUNK = 64  # queries of a prefill that look at keys together, at least
 
@@ -65,12 +65,15 @@ class Streams:
 
     def write(self, new: Tensor, step: Step) -> None:
         """Store what later tokens can need of a forward's keys and values [2, W, B, T, D]; there are places for it."""
-        positions = step.positions
-        if positions.shape[1] == 1 and not step.is_first:  # the host need not know where: a CUDA graph repeats this
-            rows, columns = torch.arange(len(positions), device=positions.device), 0
-        else:
-            rows, columns = step.near(self.sink_size, self.ring_size)
-        places = ring_places(positions[rows, columns], self.sink_size, self.ring_size)
+        sizes, masks = (self.sink_size, self.ring_size), step.masks
+        if step.positions.shape[1] == 1 and not step.is_first:
+            if "rows" not in masks:  # for all layers; the host need not know where: a CUDA graph repeats this
+                masks["rows"] = torch.arange(len(step.positions), device=step.positions.device)
+                masks["places"] = ring_places(step.positions[:, 0], *sizes)
+            self.vectors[:, :, masks["rows"], masks["places"]] = new[:, :, :, 0]
+            return
+        rows, columns = step.near(*sizes)
+        places = ring_places(step.positions[rows, columns], *sizes)
         self.vectors[:, :, rows, places] = new[:, :, rows, columns]
 
     def attend(self, q: Tensor, new: Tensor, step: Step, places: int, scale: float) -> Tensor:
@@ -93,11 +96,17 @@ class Streams:
             before = torch.cat([before, new], dim=3)
         self.widen(places)
         self.write(new, step)
-        lengths = torch.maximum(step.before, positions[:, -1] + 1)
-        options = {"sink_size": sinks, "recent_size": recent, "scale": scale}
+        is_padding = step.masks.get("padding")
+        if is_padding is None:
+            is_padding = step.masks["padding"] = (positions < 0)[:, None, :, None]
         if count == 1:
-            keys, values = self.vectors.transpose(1, 2)
-            return window_attention(q, keys, values, known=self.held(lengths), positions=positions, **options)
+            # A forward that broke off may have given the first layers alone more places.
+            name, (keys, values) = ("window", self.vectors.shape[3]), self.vectors.transpose(1, 2)
+            if name not in step.masks:
+                known = self.held(torch.maximum(step.before, positions[:, -1] + 1))
+                step.masks[name] = window_mask(known, positions, sinks, recent)
+            return window_attention(q, keys, values, step.masks[name], is_padding, scale)
+        lengths = torch.maximum(step.before, positions[:, -1] + 1)
         # Sinks stand still, so those of the new tokens are in the ring's by now.
         sinks_known = self.held(lengths)[:, :sinks]
         later = positions.masked_fill(positions < sinks, -1)
@@ -113,6 +122,7 @@ class Streams:
                 seen = torch.cat([self.vectors[..., :sinks, :], new[..., start:stop, :]], dim=3)
                 at = torch.cat([sinks_known, later[:, start:stop]], dim=1)
             keys, values = seen.transpose(1, 2)
-            asked = {"known": at, "positions": positions[:, first:stop]}
-            parts.append(window_attention(q[:, :, first:stop], keys, values, **asked, **options))
+            mask = window_mask(at, positions[:, first:stop], sinks, recent)
+            here = q[:, :, first:stop], keys, values, mask, is_padding[:, :, first:stop]
+            parts.append(window_attention(*here, scale))
         return torch.cat(parts, dim=2)
