@@ -229,11 +229,8 @@ class PodAttention(nn.Module):
             for number, one in sorted(of_layer.items())
             if number in anchors
         ]
-        self.parts = [
-            part()
-            for part, some in ((self._looking_far, len(self.by_anchor)), (self._streaming, len(self.streams)))
-            if some
-        ]
+        self.parts = [self._looking_far()] if self.by_anchor else []
+        self.parts += [self._streaming()] if self.streams else []
 
     def _looking_far(self) -> Heads:
         """The heads that see all tokens."""
