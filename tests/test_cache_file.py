@@ -304,7 +304,6 @@ def test_what_a_failed_forward_left_goes_nowhere(tmp_path, method, where):
     fed(model, cache, tokens(3, 30))
     expected = copy.deepcopy(cache)
     broken_off(model, cache, tokens(3, 1, seed=9))
-    assert torch.equal(cache.positions(0), expected.positions(0))
     rows = torch.tensor([2, 0])
     if where == "in a file":
         cache.save(tmp_path / "cache")

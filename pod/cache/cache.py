@@ -289,17 +289,17 @@ class PodCache(Cache):
         """Every tensor that `nbytes` counts."""
         return self._storage.storages()
 
-    @_outlives_inference
     def positions(self, layer: int) -> Tensor:
         """Positions whose values are kept, in the layer or, under `share: kv`, in its anchors.
+
+        Inside a forward (of a hook), and after one that broke off until the next call, with its tokens.
 
         Returns:
             [B, H_kv, n] int64, counted from each row's first real token; -1 where a slot is empty.
 
         Raises:
-            ValueError: nothing is stored yet; a forward broke off that cannot be forgotten.
+            ValueError: nothing is stored yet.
         """
-        self._rollback()
         if self.batch_size < 0:
             raise ValueError("the cache is empty: run the model with it first")
         return self._storage.positions(layer)
