@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities import rank_zero_only
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig
@@ -127,6 +126,8 @@ def go_on_from(model: nn.Module, folder: Path, alpha: float) -> None:
         FileNotFoundError: there is no adapter.
         ValueError: it is of other matrices, another rank or alpha, or damaged.
     """
+    from lightning.pytorch.utilities import rank_zero_only  # `pod export` names the extra that it lacks
+
     file = folder / "adapter_model.safetensors"
     if not file.is_file():
         raise FileNotFoundError(
