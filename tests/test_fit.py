@@ -421,6 +421,12 @@ def test_blocks_that_a_run_without_checkpoints_left(trained, prepared, tmp_path,
     fit(load_recipe([*line, "blocks.kv_saving=0.33"]))
     assert "was found with another blocks.kv_saving: analysing again" in capsys.readouterr().err
     assert LayerBlocks.load(tmp_path / "run" / "blocks.json").kv_saving > left.kv_saving
+    shutil.rmtree(tmp_path / "run" / "steps")
+    fit(load_recipe([*line, "blocks.size=3"]))
+    shutil.rmtree(tmp_path / "run" / "steps")
+    fit(load_recipe(line))
+    assert "was found with another blocks.size: analysing again" in capsys.readouterr().err
+    assert LayerBlocks.load(tmp_path / "run" / "blocks.json") == left
 
 
 def test_going_back_needs_another_folder(trained, prepared, tmp_path):
@@ -428,6 +434,11 @@ def test_going_back_needs_another_folder(trained, prepared, tmp_path):
     earlier = f"resume={tmp_path}/run/steps/step=8.ckpt"
     with pytest.raises(ValueError, match="run/steps holds step=10.ckpt too, .* with another output=FOLDER"):
         fit(started(prepared, tmp_path, earlier, "trainer.max_steps=9"))
+    best = next((tmp_path / "run" / "best").glob("*.ckpt")).rename(tmp_path / "run" / "best" / "step=6.ckpt")
+    with pytest.raises(ValueError, match="run/steps holds step=10.ckpt too, .* go on from step 6 with another output"):
+        fit(started(prepared, tmp_path, f"resume={best}", "trainer.max_steps=9"))
+    renamed = (tmp_path / "run" / "steps" / "step=8.ckpt").rename(tmp_path / "kept.ckpt")
+    earlier = f"resume={renamed}"
     fit(started(prepared, tmp_path, earlier, "trainer.max_steps=9", f"output={tmp_path}/other"))
     assert last_checkpoint(tmp_path / "other" / "steps").name == "step=9.ckpt"
 

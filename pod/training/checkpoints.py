@@ -31,8 +31,8 @@ from pod.training.strategy import COMPLETE, world_size_of
 
 # What a run keeps to its end. Of the schedule, what is left out here takes effect when a run is resumed: its length,
 # its warm-up, the rate at its end.
-KEPT = ("model.base", "model.share", "model.sink_size", "model.recent_size", "model.rope_theta")
-KEPT += ("model.load_in_4bit", "lora.rank", "lora.alpha", "lora.targets")
+MODEL = ("model.base", "model.share", "model.sink_size", "model.recent_size", "model.rope_theta")
+KEPT = (*MODEL, "model.load_in_4bit", "lora.rank", "lora.alpha", "lora.targets")
 KEPT += ("optimizer.lr", "optimizer.betas", "optimizer.weight_decay")  # the optimiser's state brings its own along
 # How the blocks were found, of which the checkpoint knows the result alone.
 FOUND_BY = ("kv_saving", "threshold", "method", "streaming", "head_scores", "samples", "last_q", "distant_only")
@@ -103,8 +103,10 @@ def resume_from(recipe: Recipe, folder: Path) -> Path | None:
         raise ValueError(f"resume={recipe.resume}: there is no such checkpoint")
     if not is_whole(path):
         raise ValueError(f"resume={recipe.resume}: the checkpoint is truncated or damaged; try resume=auto")
-    later = max(checkpoints(folder)) if path.resolve().parent == folder.resolve() else 0
-    if later > (step := int(path.stem.removeprefix("step="))):
+    own = path.resolve().is_relative_to(folder.parent.resolve())  # `best/` as well
+    step = {each.name: step for step, each in checkpoints(path.parent).items()}.get(path.name)
+    later = max(checkpoints(folder), default=0)
+    if own and step is not None and step < later:
         raise ValueError(
             f"resume={recipe.resume}: {folder} holds step={later}.ckpt too, which an export and resume=auto would take "
             f"for the end of this run: go on from step {step} with another output=FOLDER, or move the later ones away"
@@ -181,7 +183,8 @@ def check_same(checkpoint: Path | None, recipe: Recipe) -> Path | None:
     theirs, ours = saved["model"]["config"] or {}, recipe.model.config or {}
     if theirs and ours:
         kept |= {f"model.config.{name}": (theirs.get(name), ours.get(name)) for name in {**theirs, **ours}}
-    kept |= _found_by(checkpoint.parent.parent / "recipe.yaml", recipe)
+    if recipe.blocks.file is None and recipe.blocks.size is None:
+        kept |= _found_by(_left_recipe(checkpoint.parent.parent), recipe)
     for key, (was, wanted) in kept.items():
         if _comparable(key, was) != _comparable(key, wanted):
             raise RecipeError(
@@ -201,28 +204,34 @@ def _comparable(key: str, value: Any) -> Any:
 
 def found_alike(out: Path, recipe: Recipe) -> bool:
     """Whether this recipe would find the blocks that a run without checkpoints left in its folder; said where not."""
-    file = out / "recipe.yaml"
-    keys = _found_by(file, recipe)
-    try:
-        before = load_recipe([f"recipe={file}"]) if file.is_file() else recipe
-        keys |= {key: (attrgetter(key)(before), attrgetter(key)(recipe)) for key in (*KEPT[:5], "data.path")}
-    except RecipeError:  # of which `_found_by` warned
+    if not (out / "recipe.yaml").is_file():  # `pod analyze` left them
+        return True
+    before = _left_recipe(out)
+    if before is None:
         return False
-    others = [key for key, (was, wanted) in keys.items() if _comparable(key, was) != _comparable(key, wanted)]
+    keys = (*MODEL, "data.path", "blocks.file", "blocks.size")
+    values = {key: (attrgetter(key)(before), attrgetter(key)(recipe)) for key in keys} | _found_by(before, recipe)
+    others = [key for key, (was, wanted) in values.items() if _comparable(key, was) != _comparable(key, wanted)]
     if others:
         print(f"{out}/blocks.json was found with another {', '.join(others)}: analysing again", file=sys.stderr)
     return not others
 
 
-def _found_by(file: Path, recipe: Recipe) -> dict[str, tuple[Any, Any]]:
-    """The keys by which blocks are found -> what they were in the run that left `file`, its recipe; and now."""
-    if any(value is not None for value in (recipe.blocks.file, recipe.blocks.size)) or not file.is_file():
-        return {}
+def _left_recipe(out: Path) -> Recipe | None:
+    """The recipe that a run left in its folder; None where there is none and, with a warning, where it is not read."""
+    file = out / "recipe.yaml"
     try:
-        before = load_recipe([f"recipe={file}"]).blocks
+        return load_recipe([f"recipe={file}"]) if file.is_file() else None
     except RecipeError as error:  # of another version of the library, or damaged
         print(f"warning: {error}. Only the blocks themselves are compared, not how they were found", file=sys.stderr)
+        return None
+
+
+def _found_by(run: Recipe | None, recipe: Recipe) -> dict[str, tuple[Any, Any]]:
+    """The keys by which blocks are found -> what they were in the recipe of a run, if there is one; and now."""
+    if run is None:
         return {}
+    before = run.blocks
     if before.file is not None or before.size is not None:
         return {}
     if before.kv_saving == recipe.blocks.kv_saving == 0 and before.threshold is recipe.blocks.threshold is None:
