@@ -208,6 +208,7 @@ def _by_heads(
 
     def part(heads: tuple[int, ...], distant: tuple[Tensor | None, ...]) -> list[Tensor]:
         mine = (None if x is None else _of_heads(x, heads, x.shape[1] // kv_heads) for x in (q, k, v, *distant))
+        # By its length: torch.compile does not trace `not` of a tuple of tensors.
         found = shared_score_attention(*mine, window_only=len(distant) == 0, **options)
         return [found] if isinstance(found, Tensor) else list(found)
 

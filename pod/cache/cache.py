@@ -713,7 +713,7 @@ class PodCache(Cache):
                 "lengths. Take a copy (copy.deepcopy) before such a turn, and go on with that"
             )
         if self._rows.columns - removed < self._lent:  # what comes instead is written there
-            self._storage, self._lent = self._storage.copied(self._rows), 0
+            self._storage, self._lent = self._storage.apart(self._rows, lends=False), 0
         self._rows.crop(removed)
         self._storage.crop(removed)
 

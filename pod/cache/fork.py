@@ -90,13 +90,8 @@ class SharedPrefix(SlotStorage):
         prefix.rows, prefix.headroom = self.whole, copy(prefix.headroom)
         return prefix.cleared()
 
-    def apart(self, rows: Rows) -> Storage:
-        made = super().apart(self.rows.apart())
-        made.whole = rows
-        return made
-
-    def copied(self, rows: Rows) -> Storage:
-        made = super().copied(self.rows.apart())
+    def apart(self, rows: Rows, lends: bool = True) -> Storage:
+        made = super().apart(self.rows.apart(), lends)
         made.whole = rows
         return made
 

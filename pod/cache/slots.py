@@ -132,10 +132,10 @@ class SlotStorage(Storage):
         self.decoded = 0
         self.added = 0  # columns since the last eviction: as many can be cropped
 
-    def apart(self, rows: Rows) -> Storage:
+    def apart(self, rows: Rows, lends: bool = True) -> Storage:
         # Where tokens are only added, they go to slots that are empty, and those held are shared.
-        if self.quantization is not None or not (self.policy is None or self.is_frozen):
-            made = self.copied(rows)
+        if not lends or self.quantization is not None or not (self.policy is None or self.is_frozen):
+            made = super().apart(rows)
             made.is_waiting = False
             return made
         made = copy(self)

@@ -451,16 +451,13 @@ class Storage(ABC):
         self.reset()
         return self
 
-    def apart(self, rows: Rows) -> "Storage":
+    def apart(self, rows: Rows, lends: bool = True) -> "Storage":
         """A storage of the same tokens, for forwards that this one is not to know of.
 
         Args:
             rows: what counts its tokens, a copy of this one's.
+            lends: what is held may be held in common, where tokens are only added.
         """
-        return self.copied(rows)
-
-    def copied(self, rows: "Rows") -> "Storage":
-        """The same, nothing of what is held in common."""
         return deepcopy(self, {id(self.config): self.config, id(self.rows): rows})
 
     def evict(self, scores: Mapping[int, Tensor]) -> None:

@@ -60,8 +60,10 @@ class Streams:
         `cropped` tokens were behind these: what they pushed out of the ring is no longer there.
         """
         known = ring_positions(lengths, self.vectors.shape[3], self.sink_size, self.ring_size)
+        if not cropped:
+            return known
         lost = (known >= self.sink_size) & (known < lengths[:, None] + cropped - self.ring_size)
-        return known.masked_fill(lost, -1) if cropped else known
+        return known.masked_fill(lost, -1)
 
     def write(self, new: Tensor, step: Step) -> None:
         """Store what later tokens can need of a forward's keys and values [2, W, B, T, D]; there are places for it."""
