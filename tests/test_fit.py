@@ -456,6 +456,17 @@ def test_bfloat16_throughout_rounds_neither_rope_nor_means(prepared, tmp_path):
         assert metric.compute().dtype == torch.float32 and metric.compute() == torch.tensor(2.4)
 
 
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("is_able", [False, True])
+def test_half_precision_that_the_processor_has_not_is_warned_of(
+    prepared, tmp_path, monkeypatch, capsys, precision, is_able
+):
+    monkeypatch.setattr(training_run, "has_half_products", lambda: is_able)
+    fit(started(prepared, tmp_path, f"trainer.precision={precision}", "trainer.max_steps=1"))
+    warned = "bf16-mixed on a processor without bfloat16 arithmetic" in capsys.readouterr().err
+    assert warned == (precision == "bf16-mixed" and not is_able)
+
+
 def test_blocks_are_not_found_anew_by_other_rules(trained, prepared, tmp_path):
     """blocks.json of the run would be taken, whatever the recipe says."""
     base = export(trained, tmp_path / "base")

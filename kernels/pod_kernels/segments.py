@@ -340,7 +340,7 @@ def ring_positions(lengths: Tensor, places: int, sink_size: int, ring_size: int)
 
 
 @cache
-def _has_half_products() -> bool:
+def has_half_products() -> bool:
     """Whether the processor multiplies matrices of half precision; of others than x86 that is supposed."""
     able = torch.cpu.get_capabilities()
     return able.get("architecture") != "x86_64" or able["avx512_bf16"] or able["amx_bf16"]
@@ -348,7 +348,7 @@ def _has_half_products() -> bool:
 
 def _multiplies_slowly(x: Tensor) -> bool:
     """Float32 is then faster, conversion included: on a CPU without such instructions three to four times."""
-    return x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16) and not _has_half_products()
+    return x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16) and not has_half_products()
 
 
 def _in_cache(x: Tensor) -> tuple[Tensor, ...]:

@@ -49,6 +49,7 @@ from pod.training.data import PodDataModule
 from pod.training.module import PodModule
 from pod.training.strategy import UlyssesDeepSpeedStrategy
 from pod.training.summary import Summary
+from pod_kernels.segments import has_half_products
 
 
 class MetricsWriter(ExperimentWriter):
@@ -315,6 +316,8 @@ def _fit(recipe: Recipe, data: PodDataModule, out: Path, analyze: Analysis) -> l
     trainer = make_trainer(recipe, out, save_at_end)
     if checkpoint is not None and trainer.is_global_zero:
         print(f"continuing from {checkpoint}")
+    if trainer.is_global_zero and trainer.strategy.root_device.type == "cpu":
+        _warn_of_slow_halves(recipe.trainer.precision)
     # Only our own run's files are read, and they hold tensors and plain values alone.
     try:
         trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
@@ -329,6 +332,15 @@ def _fit(recipe: Recipe, data: PodDataModule, out: Path, analyze: Analysis) -> l
     if save_at_end.received == signal.SIGINT:  # after the last step: the run is done, but not what was to follow it
         raise KeyboardInterrupt
     return trainer
+
+
+def _warn_of_slow_halves(precision: str) -> None:
+    if precision != "32-true" and not has_half_products():
+        print(
+            f"warning: trainer.precision={precision} on a processor without bfloat16 arithmetic (avx512_bf16, amx_bf16) "
+            "can take several times as long as trainer.precision=32-true",
+            file=sys.stderr,
+        )
 
 
 def _check_content(recipe: Recipe, data: PodDataModule) -> None:
