@@ -337,8 +337,8 @@ def _fit(recipe: Recipe, data: PodDataModule, out: Path, analyze: Analysis) -> l
 def _warn_of_slow_halves(precision: str) -> None:
     if precision != "32-true" and not has_half_products():
         print(
-            f"warning: trainer.precision={precision} on a processor without bfloat16 arithmetic can take several times as "
-            "long as trainer.precision=32-true",
+            f"warning: trainer.precision={precision} on a processor without bfloat16 arithmetic can take several times "
+            "as long as trainer.precision=32-true",
             file=sys.stderr,
         )
 
