@@ -55,7 +55,10 @@ class Recipe(Section):
         if self.resume not in ("never", "auto") and not re.search(r"[/\\]", self.resume):
             if not os.path.exists(self.resume):
                 hint = closest(self.resume, ("never", "auto"))
-                raise RecipeError(f"resume must be never, auto or a checkpoint's path; got {self.resume!r}.{hint}")
+                raise RecipeError(
+                    f"resume must be never, auto or a checkpoint's path; got {self.resume!r}, and no such file is "
+                    f"there.{hint}"
+                )
         return self
 
     @model_validator(mode="after")
