@@ -446,7 +446,10 @@ def test_every_number_has_an_interval():
         (["lora.adapter=a"], "lora.adapter=a needs a lora.rank above 0; set lora.adapter=null"),
         (["name=a/b"], "name must be letters, digits, dot, dash and underscore; got 'a/b'"),
         (["description=a\nb"], "description must be one line"),
-        (["resume=atuo"], "path; got 'atuo', and no such file is there. Did you mean auto?"),
+        (
+            ["resume=atuo"],
+            "resume must be never, auto or a checkpoint's path; got 'atuo', which is no file. Did you mean auto?",
+        ),
         (["trainer.time_limit=1h"], "trainer.time_limit must be DD:HH:MM:SS, got '1h'"),
         (["data.path=''"], "data.path is empty"),
         (["output=runs/${name}"], "output: ${key} is not filled in, got 'runs/${name}'; write the value itself"),

@@ -56,8 +56,7 @@ class Recipe(Section):
             if not os.path.exists(self.resume):
                 hint = closest(self.resume, ("never", "auto"))
                 raise RecipeError(
-                    f"resume must be never, auto or a checkpoint's path; got {self.resume!r}, and no such file is "
-                    f"there.{hint}"
+                    f"resume must be never, auto or a checkpoint's path; got {self.resume!r}, which is no file.{hint}"
                 )
         return self
 

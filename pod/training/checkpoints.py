@@ -100,7 +100,7 @@ def resume_from(recipe: Recipe, folder: Path) -> Path | None:
         return None
     path = Path(recipe.resume)
     if not path.exists():
-        raise ValueError(f"resume={recipe.resume}: there is no such checkpoint")
+        raise ValueError(f"resume={recipe.resume}: there is no such checkpoint; resume=auto takes the last whole one")
     if not is_whole(path):
         raise ValueError(f"resume={recipe.resume}: the checkpoint is truncated or damaged; try resume=auto")
     own = path.resolve().is_relative_to(folder.parent.resolve())  # `best/` as well

@@ -316,8 +316,7 @@ def _fit(recipe: Recipe, data: PodDataModule, out: Path, analyze: Analysis) -> l
     trainer = make_trainer(recipe, out, save_at_end)
     if checkpoint is not None and trainer.is_global_zero:
         print(f"continuing from {checkpoint}")
-    if trainer.is_global_zero and trainer.strategy.root_device.type == "cpu":
-        _warn_of_slow_halves(recipe.trainer.precision)
+    _warn_of_slow_halves(trainer)
     # Only our own run's files are read, and they hold tensors and plain values alone.
     try:
         trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
@@ -334,11 +333,12 @@ def _fit(recipe: Recipe, data: PodDataModule, out: Path, analyze: Analysis) -> l
     return trainer
 
 
-def _warn_of_slow_halves(precision: str) -> None:
-    if precision != "32-true" and not has_half_products():
+def _warn_of_slow_halves(trainer: lightning.Trainer) -> None:
+    is_on_cpu = trainer.strategy.root_device.type == "cpu"
+    if trainer.is_global_zero and trainer.precision != "32-true" and is_on_cpu and not has_half_products():
         print(
-            f"warning: trainer.precision={precision} on a processor without bfloat16 arithmetic can take several times "
-            "as long as trainer.precision=32-true",
+            f"warning: trainer.precision={trainer.precision} on a processor without bfloat16 arithmetic can take "
+            "several times as long as trainer.precision=32-true",
             file=sys.stderr,
         )
 
