@@ -21,14 +21,10 @@ from functools import partial
 from pathlib import Path
 
 import demo
-import torch
-from torch import Tensor
-from tqdm import tqdm
-from transformers import PreTrainedModel
 
 import pod
 from pod.analyze import analyze
-from pod.evaluation import command, models, report
+from pod.evaluation import command, figures, models, report
 from pod.evaluation.passkey import generate_greedily, passkey_accuracy
 from pod.evaluation.texts import prepared
 from pod.export import export
@@ -37,7 +33,6 @@ from pod.recipe.loading import load_recipe
 from pod.recipe.schema import Recipe, output_folder
 from pod.terminal import exit_status
 from pod.training.run import fit
-from pod_kernels import SkipStats
 
 Point = tuple[int, float]  # recent tokens, kv_saving
 COLUMNS = {
@@ -49,10 +44,7 @@ COLUMNS = {
     "beyond the window": ("passkey_beyond", "{:.1%}"),
     "bits/byte": ("bits_per_byte", "{:.4f}"),
 }
-TAU_COLUMNS = {
-    "tau": ("tau", "{:g}"),
-    "query heads that skip": ("skipped_share", "{:.1%}"),
-    "distant values not read": ("unread_share", "{:.1%}"),
+TAU_COLUMNS = figures.TAU_COLUMNS | {
     "pass-key digits": ("passkey", "{:.1%}"),
     "bits/byte, decoded": ("bits_per_byte", "{:.4f}"),
 }
@@ -148,25 +140,6 @@ def measure(point: Point, overrides: list[str], out: Path, effort: Effort) -> di
     return found
 
 
-@torch.no_grad()
-def decoded_loss(model: PreTrainedModel, ids: Tensor, prompt: int, cache: pod.PodCache) -> float:
-    """Nats of the tokens after the first `prompt` + 1, decoded one by one; their sum over rows and tokens.
-
-    Args:
-        model: a PoD model in evaluation mode.
-        ids: [B, T].
-        prompt: tokens of the prefill, 1 to T - 2.
-        cache: an empty one; its `stats` afterwards count these tokens.
-    """
-    given, total = ids[:, :prompt], 0.0
-    for at in range(prompt, ids.shape[1]):
-        logits = model(given, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].float()
-        given = ids[:, at : at + 1]
-        if at > prompt:  # the prefill's own prediction skips nothing
-            total += float(torch.nn.functional.cross_entropy(logits, given[:, 0], reduction="sum"))
-    return total
-
-
 def measure_tau(tau: float, recipe: Recipe, effort: Effort) -> dict:
     """Quality and distant work saved of a trained point at one threshold, or what an earlier call found.
 
@@ -188,24 +161,14 @@ def measure_tau(tau: float, recipe: Recipe, effort: Effort) -> dict:
         lambda model, ids, count, question: generate_greedily(model, ids, count, question, new_cache()),
         f"tau {tau:g}: pass keys",
     )
-    nats, tokens, stats = 0.0, 0, SkipStats()
     batches = list(prepared(demo.write_data(recipe), min(effort.texts, TAU_TEXTS), 8))
-    for ids in tqdm(batches, desc=f"tau {tau:g}: held-out text", unit=" batches"):
-        prompt = ids.shape[1] * 3 // 4
-        cache = new_cache(max_length=ids.shape[1])
-        nats += decoded_loss(model, ids, prompt, cache)
-        tokens += ids[:, prompt + 1 :].numel()
-        for field in dataclasses.fields(SkipStats):
-            setattr(stats, field.name, getattr(stats, field.name) + getattr(cache.stats, field.name))
+    decoded = figures.skipping(model, batches, tau)
     found = {
         "settings": settings,
         "tau": tau,
         "passkey": sum(digits) / len(digits),
-        "bits_per_byte": nats / tokens / math.log(2),
-        "tokens": tokens,
-        **dataclasses.asdict(stats),
-        "skipped_share": stats.skipped / max(1, stats.decisions),
-        "unread_share": stats.unread_values / max(1, stats.distant_values),
+        "bits_per_byte": decoded.pop("nats") / math.log(2),
+        **decoded,
     }
     report.write_json(file, found)
     return found

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,18 +38,17 @@ def add_out(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument("--out", type=Path, default=default_folder(name), help="folder of what is written")
 
 
-def numbers(text: str) -> list[int]:
+def numbers(text: str, kind: type[int] | type[float] = int) -> list[int] | list[float]:
     """`256,512` -> [256, 512], each number once.
 
     Raises:
         argparse.ArgumentTypeError: something else.
     """
     try:
-        return list(dict.fromkeys(int(part) for part in text.split(",")))
+        return list(dict.fromkeys(kind(part) for part in text.split(",")))
     except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not of whole numbers, comma-separated, such as 256,512"
-        ) from None
+        wanted, such = ("whole numbers", "256,512") if kind is int else ("numbers", "0.5,1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not of {wanted}, comma-separated, such as {such}") from None
 
 
 class _Numbers(argparse.Action):
@@ -56,9 +56,16 @@ class _Numbers(argparse.Action):
         setattr(namespace, self.dest, [number for part in values for number in part])
 
 
-def add_numbers(parser: argparse.ArgumentParser, option: str, default: list[int] | None, help: str) -> None:
-    """Give a parser an option of one or more whole numbers, written `256,512` or `256 512`: a list of them."""
-    parser.add_argument(option, action=_Numbers, nargs="+", type=numbers, metavar="N", default=default, help=help)
+def add_numbers(
+    parser: argparse.ArgumentParser,
+    option: str,
+    default: list[int] | list[float] | None,
+    help: str,
+    kind: type[int] | type[float] = int,
+) -> None:
+    """Give a parser an option of one or more numbers, written `256,512` or `256 512`: a list of them."""
+    parse = partial(numbers, kind=kind)
+    parser.add_argument(option, action=_Numbers, nargs="+", type=parse, metavar="N", default=default, help=help)
 
 
 class _Methods(argparse.Action):

@@ -1,6 +1,7 @@
 """The papers' figures of how a model attends, and of where an answer lies, on any model: four pictures each.
 
     python eval/figures.py --ckpt checkpoints/smollm2-135m --text book.txt --length 512 --proximal 32,64,128,256
+    python eval/figures.py --ckpt exports/smollm2-pod --text book.txt --only tau --length 1024
     python eval/figures.py --ckpt exports/llama3-32k --text book.txt --only places --length 4096 \\
         --eviction streamingllm:budget=1024,sinks=16+h2o:budget=1024
 
@@ -13,21 +14,28 @@
   irrelevant text after them, (c) in the middle, with related text just before the question, (d) in the middle alone.
   The paper's prompts are in its picture only: these are InfiniteBench's words. Rows are the model and each method of
   --eviction; the same command goes on where a killed run stopped.
+- `tau.png`, where blocks share scores, if --only names it: query heads whose gate is at least tau leave distant tokens
+  out, in layers that are no anchors and at decode (part of PoD's Figure 4). The last quarter of each text is decoded
+  token by token, with the next tokens given: nats a token, and the share of distant values that is not read.
 
 In PoD models attention.png and dynamics.png are of what each layer would attend to by itself, nothing shared.
 """
 
 import argparse
+import dataclasses
 import math
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pod.blocks import LayerBlocks
+from pod.cache import PodCache
 from pod.evaluation import command, metrics, models, report, runner
 from pod.evaluation.haystack import NOISE, fit
 from pod.evaluation.texts import given_texts, stretches, token_ids
@@ -38,7 +46,12 @@ from pod.model.probe import Meter, Seen, watch
 from pod.model.weights import weights_hash
 from pod.terminal import exit_status
 
-PICTURES = ("attention", "dynamics", "proximal", "places")
+PICTURES = ("attention", "dynamics", "proximal", "places")  # of any model
+TAU_COLUMNS = {
+    "tau": ("tau", "{:g}"),
+    "query heads that skip": ("skipped_share", "{:.1%}"),
+    "distant values not read": ("unread_share", "{:.1%}"),
+}
 LAST = 100  # positions whose likeliest token is compared
 PLACES = {
     "a": "inside the window",
@@ -116,17 +129,61 @@ def agreement(
     dense = models.as_pod(model).config
     blocks = LayerBlocks.dense(dense.num_hidden_layers, dense.num_key_value_heads)
 
-    def likeliest(one: PreTrainedModel) -> Tensor:
+    def likeliest(one: PreTrainedModel, label: str) -> Tensor:
         options = {"use_cache": False, "logits_to_keep": last}
-        return torch.cat([one(ids.to(one.device), **options).logits.argmax(dim=-1) for ids in samples])
+        read = tqdm(samples, label, unit=" texts")
+        return torch.cat([one(ids.to(one.device), **options).logits.argmax(dim=-1) for ids in read])
 
-    wanted = likeliest(model)
+    wanted = likeliest(model, "all tokens")
     shares = []
     for size in proximal:
         sinks = sinks_of(size)
         near = convert(model, blocks, sinks, size - sinks, "window").eval()
-        shares.append((likeliest(near) == wanted).double().mean().item())
+        shares.append((likeliest(near, f"{size} proximal tokens") == wanted).double().mean().item())
     return shares
+
+
+@torch.no_grad()
+def decoded_loss(model: PreTrainedModel, ids: Tensor, prompt: int, cache: PodCache) -> float:
+    """Nats of the tokens after the first `prompt` + 1, decoded one by one; their sum over rows and tokens.
+
+    Args:
+        model: a PoD model in evaluation mode.
+        ids: [B, T].
+        prompt: tokens of the prefill, 1 to T - 2.
+        cache: an empty one; its `stats` afterwards count these tokens.
+    """
+    given, total = ids[:, :prompt], 0.0
+    for at in range(prompt, ids.shape[1]):
+        logits = model(given, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].float()
+        given = ids[:, at : at + 1]
+        if at > prompt:  # the prefill's own prediction skips nothing
+            total += float(torch.nn.functional.cross_entropy(logits, given[:, 0], reduction="sum"))
+    return total
+
+
+def skipping(model: PreTrainedModel, batches: Sequence[Tensor], tau: float) -> dict[str, float]:
+    """What a threshold of early skip costs and saves while the last quarter of each text is decoded, all but its first.
+
+    Args:
+        model: a PoD model in evaluation mode.
+        batches: token ids [B, T] each, T at least 6.
+        tau: between 0, which skips all that is distant, and 1, which skips nothing.
+
+    Returns:
+        nats a token (`nats`), how many there were (`tokens`), the counts of `SkipStats`, and as shares of them query
+        heads that skip (`skipped_share`) and distant values that are not read (`unread_share`).
+    """
+    nats, tokens, counts = 0.0, 0, Counter()
+    for ids in tqdm(batches, desc=f"tau {tau:g}: held-out text", unit=" batches"):
+        prompt = ids.shape[1] * 3 // 4
+        cache = PodCache(model.config, tau=tau, max_length=ids.shape[1])
+        nats += decoded_loss(model, ids.to(model.device), prompt, cache)
+        tokens += ids[:, prompt + 1 :].numel()
+        counts.update(dataclasses.asdict(cache.stats))
+    skipped = counts["skipped"] / max(1, counts["decisions"])
+    unread = counts["unread_values"] / max(1, counts["distant_values"])
+    return {"nats": nats / tokens, "tokens": tokens, **counts, "skipped_share": skipped, "unread_share": unread}
 
 
 def place_prompts(tokenizer: PreTrainedTokenizerBase, length: int, count: int) -> dict[str, list[runner.Request]]:
@@ -214,6 +271,20 @@ def draw_proximal(sizes: Sequence[int], shares: Sequence[float], path: Path) -> 
     report.save_figure(figure, path, dpi=130)
 
 
+def draw_tau(found: Sequence[dict], path: Path) -> None:
+    """What is not read (left) and the loss (right) against the threshold."""
+    figure = report.figure(5, 3.6)
+    axes = figure.add_subplot()
+    taus = [row["tau"] for row in found]
+    lines = axes.plot(taus, [100 * row["unread_share"] for row in found], "^:", label="distant values not read")
+    axes.set(xlabel="tau: query heads with at least this gate skip distant tokens", ylabel="%", ylim=(0, 102))
+    other = axes.twinx()
+    lines += other.plot(taus, [row["nats"] for row in found], "s--", color="C1", label="nats a token")
+    other.set_ylabel("nats a token, decoded")
+    figure.legend(handles=lines, fontsize=8, loc="outside upper center", ncols=2)
+    report.save_figure(figure, path, dpi=130)
+
+
 def run(options: argparse.Namespace) -> None:
     """Measure, write figures.json and draw what --only names.
 
@@ -223,10 +294,15 @@ def run(options: argparse.Namespace) -> None:
     for name, least in (("texts", 1), ("samples", 1), ("window", 2), ("length", 2)):
         if getattr(options, name) < least:
             raise ValueError(f"--{name} must be at least {least}, got {getattr(options, name)}")
+    if "tau" in options.only and not all(0 <= tau <= 1 for tau in options.taus):
+        raise ValueError(f"--taus {options.taus}: each between 0 (skip all that is distant) and 1 (skip nothing)")
     texts = given_texts(options.text) if set(options.only) - {"places"} else []
     for ckpt in options.ckpt:
         out = options.out if len(options.ckpt) == 1 else options.out / Path(ckpt).resolve().name
         model, tokenizer = models.load(ckpt)
+        shares = getattr(model.config, "share", None) == "scores" and not model.config.blocks.is_dense
+        if "tau" in options.only and not shares:
+            raise ValueError(f"--only tau: {ckpt} shares no scores, so there are none to skip: give a PoD model")
         count = model.config.num_hidden_layers
         layers = sorted({0, count // 2, count - 1}) if options.layers is None else options.layers
         if wrong := [layer for layer in layers if not 0 <= layer < count]:
@@ -251,6 +327,11 @@ def run(options: argparse.Namespace) -> None:
             draw_proximal(options.proximal, shares, out / "proximal.png")
             rows = [[str(size), f"{share:.1%}"] for size, share in zip(options.proximal, shares, strict=True)]
             written.append(report.markdown_table(["proximal tokens", "same likeliest token"], rows))
+        if "tau" in options.only:
+            decoded = [{"tau": tau, **skipping(model, samples, tau)} for tau in sorted(options.taus)]
+            found["tau"] = decoded
+            draw_tau(decoded, out / "tau.png")
+            written.append(report.table_of(decoded, TAU_COLUMNS | {"nats a token, decoded": ("nats", "{:.4f}")}))
         if "places" in options.only:
             variants = models.variants(model, options.eviction)
             shares = places(variants, tokenizer, options.length, options.samples, out / "places", ckpt)
@@ -280,13 +361,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser = command.parser_of("figures", __doc__)
     parser.add_argument("--ckpt", nargs="+", required=True, help="exported models, or any Hugging Face causal LMs")
     parser.add_argument("--text", nargs="+", type=Path, help="UTF-8 files (the standard library's held-out modules)")
-    parser.add_argument("--only", nargs="+", choices=PICTURES, default=list(PICTURES), help="(all four)")
+    parser.add_argument("--only", nargs="+", choices=(*PICTURES, "tau"), default=list(PICTURES), help="(all but tau)")
     parser.add_argument("--length", type=int, default=512, help="tokens of a text, and of a prompt of places (512)")
     parser.add_argument("--texts", type=int, default=8, help="stretches of the text, evenly spread (8)")
     parser.add_argument("--samples", type=int, default=5, help="prompts of each place (5)")
     parser.add_argument("--window", type=int, default=32, help="last queries that H and V are of (32)")
     command.add_numbers(parser, "--layers", None, "whose attention is drawn (the first, the middle, the last)")
     command.add_numbers(parser, "--proximal", [32, 64, 128, 256], "tokens that are seen (32,64,128,256)")
+    command.add_numbers(parser, "--taus", [0, 0.5, 0.7, 0.9, 1], "thresholds of early skip (0,0.5,0.7,0.9,1)", float)
     command.add_eviction(parser, what="also places with a cache that keeps some tokens only")
     command.add_out(parser, "figures")
     options = parser.parse_args(arguments)

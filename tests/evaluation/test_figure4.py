@@ -3,10 +3,7 @@
 import json
 
 import pytest
-import torch
 from scripts import save, script, tiny_llama
-
-import pod
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +65,7 @@ def test_a_sweep_is_stopped_and_goes_on(figure4, base, tmp_path, monkeypatch, ca
     assert nothing["passkey"] == found[0]["passkey"] and nothing["bits_per_byte"] != everything["bits_per_byte"]
     assert all((out / f"{name}.png").stat().st_size > 5000 for name in ("tau", "proximal", "kv_saving"))
     assert len([line for line in (out / "figure4.md").read_text().splitlines() if line.startswith("|")]) == 4 + 5
-    monkeypatch.setattr(figure4, "decoded_loss", lambda *_: pytest.fail("is there already"))
+    monkeypatch.setattr(figure4.figures, "decoded_loss", lambda *_: pytest.fail("is there already"))
     assert figure4.main(arguments) == 0
     assert figure4.main([*arguments, "--texts", "3"]) == 2 and "another recipe" in capsys.readouterr().err
     assert figure4.main(["trainer.max_steps=2", *arguments[:4], *arguments[5:]]) == 2
@@ -86,16 +83,3 @@ def test_refuses_clearly(figure4, capsys, tmp_path):
     ):
         assert figure4.main([*arguments, "--out", str(tmp_path)]) == 2
         assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("tau", [0.0, 0.5, 1.0])
-def test_decoded_loss_is_that_of_one_forward_where_nothing_is_skipped(figure4, base, tau):
-    model = pod.convert(str(base), pod.LayerBlocks([[0], [0], [0], [3]]), sink_size=2, recent_size=9).eval()
-    ids = torch.randint(3, 259, (2, 40), generator=torch.Generator().manual_seed(0))
-    cache = pod.PodCache(model.config, tau=tau)
-    nats = figure4.decoded_loss(model, ids, 25, cache)
-    with torch.no_grad():
-        logits = model(ids).logits[:, 25:-1].float()
-    whole = float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 26:].flatten(), reduction="sum"))
-    assert (abs(nats - whole) < 1e-3) == (cache.stats.skipped == 0) == (tau == 1)
-    assert cache.get_seq_length() == 39

@@ -6,6 +6,7 @@ import pytest
 import torch
 from scripts import save, tiny_llama
 
+import pod
 from pod.evaluation import figures
 from pod.eviction import CAKE, Observation
 from pod.model.probe import watch
@@ -35,6 +36,45 @@ def test_all_tokens_foretell_what_full_attention_does():
     few, all_of_them = figures.agreement(model, samples, [4, 60], last=20)
     assert all_of_them == 1.0 and few < 1.0
     assert [figures.sinks_of(size) for size in (8, 64, 4096)] == [2, 16, 16]
+
+
+def shared(**sizes):
+    """A random PoD model of four layers, three of which share scores."""
+    dense = tiny_llama(num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1, head_dim=16, **sizes)
+    return pod.convert(dense, pod.LayerBlocks([[0], [0], [0], [3]]), sink_size=2, recent_size=9).eval()
+
+
+@pytest.mark.parametrize("tau", [0.0, 0.5, 1.0])
+def test_decoded_loss_is_that_of_one_forward_where_nothing_is_skipped(tau):
+    model = shared(initializer_range=0.1)
+    ids = torch.randint(3, 259, (2, 40), generator=torch.Generator().manual_seed(0))
+    cache = pod.PodCache(model.config, tau=tau)
+    nats = figures.decoded_loss(model, ids, 25, cache)
+    with torch.no_grad():
+        logits = model(ids).logits[:, 25:-1].float()
+    whole = float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 26:].flatten(), reduction="sum"))
+    assert (abs(nats - whole) < 1e-3) == (cache.stats.skipped == 0) == (tau == 1)
+    assert cache.get_seq_length() == 39
+
+
+def test_thresholds_are_drawn(tmp_path, capsys):
+    text = tmp_path / "book.txt"
+    text.write_text("It is a truth universally acknowledged. " * 30)
+    arguments = ["--text", str(text), "--only", "tau", "--length", "64", "--texts", "2", "--out", str(tmp_path / "out")]
+    pod_model = ["--ckpt", str(save(shared(), tmp_path / "pod"))]
+    assert figures.main([*pod_model, *arguments, "--taus", "1,0"]) == 0
+    nothing, everything = json.loads((tmp_path / "out" / "figures.json").read_text())["tau"][::-1]
+    assert nothing["skipped_share"] == nothing["unread_share"] == 0
+    assert everything["skipped_share"] == everything["unread_share"] == 1 and everything["nats"] != nothing["nats"]
+    assert nothing["tokens"] == 2 * 15 and nothing["decisions"] == 2 * 15 * 2 * 2, "rows, tokens, query heads, layers"
+    assert "| 0   |                100.0% |                  100.0% |" in capsys.readouterr().out
+    assert (tmp_path / "out" / "tau.png").stat().st_size > 5000
+    for more, message in [
+        (["--taus", "0.5", "1.5"], "--taus [0.5, 1.5]: each between 0 (skip all that is distant) and 1"),
+        (["--ckpt", str(save(tiny_llama(), tmp_path / "dense"))], "dense shares no scores, so there are none to skip"),
+    ]:
+        assert figures.main([*pod_model, *arguments, *more]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_the_answer_lies_where_it_is_said_to(tokenizer):
