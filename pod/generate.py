@@ -157,7 +157,7 @@ def generate(
 @exit_status
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m pod.generate", description=__doc__.split("\n")[0])
-    parser.add_argument("--ckpt", help="an exported model's directory")
+    parser.add_argument("--ckpt", help="an export, an adapter, or any Hugging Face causal LM")
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", help="the text to continue")
     source.add_argument("--prompt-file", type=Path, help="a UTF-8 file with the text to continue")

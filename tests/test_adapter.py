@@ -8,6 +8,9 @@ import torch
 from scripts import save, tiny_llama
 
 import pod
+from pod import generate
+from pod.evaluation import models
+from pod.model.weights import weights_hash
 
 peft = pytest.importorskip("peft")
 SIZES = {"sink_size": 2, "recent_size": 4, "share": "scores"}
@@ -49,6 +52,19 @@ def test_load_is_the_adapted_model(base, adapter):
     assert names == {name for name, _ in plain.named_parameters()}  # merged: nothing of peft is left
 
 
+def test_it_names_its_base(base, adapter, tmp_path, capsys):
+    folder, wanted = adapter
+    torch.testing.assert_close(logits_of(pod.load(folder)), wanted, rtol=1e-4, atol=1e-5)
+    model, tokenizer = models.load(str(folder), "cpu")
+    torch.testing.assert_close(logits_of(model), wanted, rtol=1e-4, atol=1e-5)
+    assert tokenizer("a b")["input_ids"] == models.load(str(base), "cpu")[1]("a b")["input_ids"]
+    assert weights_hash(folder) != weights_hash(base)
+    assert generate.main(["--ckpt", str(folder), "--prompt", "a b", "--max-new-tokens", "2"]) == 0
+    base.rename(tmp_path / "elsewhere")
+    assert generate.main(["--ckpt", str(folder), "--prompt", "a b", "--max-new-tokens", "2"]) == 2
+    assert f"can be loaded from there, an adapter of {base} ({base}: no such directory" in capsys.readouterr().err
+
+
 def test_peft_reads_the_folder_too(base, adapter):
     folder, wanted = adapter
     model = peft.PeftModel.from_pretrained(pod.convert(base, BLOCKS, **SIZES).eval(), folder)
@@ -62,7 +78,7 @@ def test_refuses(base, adapter, tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match="nowhere: no such directory"):
         pod.load(base, tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"is an adapter of PoD, which brings blocks for its base: pod.load\("):
-        pod.load(folder)
+        pod.convert(folder, BLOCKS, **SIZES)
     with pytest.raises(FileNotFoundError, match="no such directory"):
         pod.load(tmp_path / "no base")
     wider = save(tiny_llama(num_hidden_layers=3, hidden_size=64), tmp_path / "wider")

@@ -29,7 +29,9 @@ def default_folder(script: str) -> Path:
 
 def add_ckpts(parser: argparse.ArgumentParser, batch_size: int, required: bool = True) -> None:
     """Give a parser `--ckpt` of one or more models, and `--batch-size` with its default."""
-    parser.add_argument("--ckpt", nargs="+", required=required, help="exported models, or any Hugging Face causal LMs")
+    parser.add_argument(
+        "--ckpt", nargs="+", required=required, help="exports, adapters, or any Hugging Face causal LMs"
+    )
     parser.add_argument("--batch-size", type=int, default=batch_size, help=f"prompts or texts at once ({batch_size})")
 
 

@@ -14,17 +14,18 @@ from pod import eviction
 from pod.blocks import LayerBlocks
 from pod.cache import PodCache
 from pod.files import opening
+from pod.model import adapter
 from pod.model.decoder import PodModel
 from pod.model.families import convert
 from pod.model.gguf import local
 from pod.model.reconstruction import reconstruct
-from pod.model.weights import load_causal_lm
+from pod.model.weights import load_causal_lm, pod_base
 
 NO_EVICTION = "none"
 
 
 def load(ckpt: str, device: str | None = None, dtype: str = "auto") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model and tokenizer of an export, or of any causal LM that transformers opens.
+    """The model and tokenizer of an export, of an adapter on its base, or of any causal LM that transformers opens.
 
     Args:
         ckpt: a directory, a hub id or a GGUF file.
@@ -36,12 +37,15 @@ def load(ckpt: str, device: str | None = None, dtype: str = "auto") -> tuple[Pre
             a training run that was not exported.
     """
     require_model(ckpt)
+    base = None
     try:
         with opening(ckpt):
-            model = load_causal_lm(ckpt, dtype=dtype)
-            tokenizer = AutoTokenizer.from_pretrained(local(ckpt))
+            base = pod_base(ckpt)
+            model = load_causal_lm(ckpt, dtype=dtype) if base is None else adapter.load(base, ckpt, dtype)
+            tokenizer = AutoTokenizer.from_pretrained(local(base or ckpt))
     except (OSError, ValueError) as error:
         where = "from there" if Path(ckpt).exists() else "from the hub, and it is no directory here"
+        where += "" if base is None else f", an adapter of {base}"
         raise ValueError(f"--ckpt {ckpt}: no model and tokenizer can be loaded {where} ({error})") from error
     if device is None:
         count = torch.cuda.device_count()

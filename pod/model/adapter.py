@@ -23,7 +23,7 @@ from pod.blocks import LayerBlocks
 from pod.extras import require
 from pod.files import SUMS, announce_hub, opening
 from pod.model.families import convert
-from pod.model.weights import load_causal_lm
+from pod.model.weights import load_causal_lm, pod_base
 
 FILES = ("adapter_config.json", "adapter_model.safetensors", "blocks.json")
 FIELDS = {"sink_size": int, "recent_size": int, "share": str}
@@ -38,7 +38,8 @@ def load(
     """A causal LM by name, in evaluation mode; with an adapter, the PoD model that it was trained for.
 
     Args:
-        path: an export, any directory that transformers opens, a hub id, or a GGUF file.
+        path: an export, any directory that transformers opens, a hub id, or a GGUF file; or an adapter, whose base is
+            then the one that its adapter_config.json names.
         adapter: a folder as above, or a hub id. Its matrices are added to the weights once, so the model is as quick as
             any other.
         dtype: of the weights; "auto" is what they are stored in. Sums with an adapter are rounded to it: float32
@@ -51,6 +52,9 @@ def load(
         ValueError: something is damaged or missing; the adapter is of another model; the device_map cuts a block, or
             spreads out what gets an adapter.
     """
+    announce_hub(path)
+    if adapter is None and (base := pod_base(path)) is not None:
+        path, adapter = base, path
     with opening(path):
         model = load_causal_lm(path, dtype=dtype, device_map=device_map).eval()
     return model if adapter is None else _adapted(model, _folder(adapter))
@@ -121,6 +125,7 @@ def _adapted(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
         except RuntimeError as error:  # shapes; its message lists every tensor
             raise ValueError(f"{folder}: an adapter of another model: {str(error).splitlines()[-1].strip()}") from error
     with safe_open(folder / "adapter_model.safetensors", "pt") as file:
-        if others := set(file.keys()) ^ set(get_peft_model_state_dict(adapted)):
+        wanted = get_peft_model_state_dict(adapted, save_embedding_layers=False)  # "auto" would ask where the base is
+        if others := set(file.keys()) ^ set(wanted):
             raise ValueError(f"{folder}: an adapter of another model, or damaged: {min(others)} has no counterpart")
     return adapted.merge_and_unload(safe_merge=True).eval()

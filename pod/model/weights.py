@@ -28,10 +28,10 @@ def load_causal_lm(where: str | Path, *, finite: bool = False, **options: Any) -
             Or it is an adapter of ours, which would stand on its base without the blocks.
     """
     where = local(where)
+    if (base := pod_base(where)) is not None:
+        wanted = f"pod.load({base!r}, {str(where)!r})"
+        raise ValueError(f"{where} is an adapter of PoD, which brings blocks for its base: {wanted}")
     if (base := _adapted(where)) is not None:
-        if cached_file(str(where), "blocks.json", _raise_exceptions_for_missing_entries=False) is not None:
-            wanted = f"pod.load({base!r}, {str(where)!r})"
-            raise ValueError(f"{where} is an adapter of PoD, which brings blocks for its base: {wanted}")
         load_causal_lm(base, device_map="meta")  # of an adapter's base, transformers does not tell what was missing
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
@@ -61,6 +61,14 @@ def load_causal_lm(where: str | Path, *, finite: bool = False, **options: Any) -
             raise ValueError(f"{problem}. Nothing can be learned from these weights: take others")
         print(f"warning: {problem}: what the model computes may mean nothing", file=sys.stderr)
     return model
+
+
+def pod_base(where: str | Path) -> str | None:
+    """The base that an adapter of ours names in its adapter_config.json; None of anything else."""
+    base = _adapted(where)
+    if base is None:
+        return None
+    return base if cached_file(str(where), "blocks.json", _raise_exceptions_for_missing_entries=False) else None
 
 
 def _damaged_pickle(where: str | Path) -> Path | None:
@@ -129,4 +137,4 @@ def _adapted(where: str | Path) -> str | None:
     file = find_adapter_config_file(str(where))
     if file is None or (Path(where) / CONFIG_NAME).exists():
         return None
-    return read_json(file)["base_model_name_or_path"]
+    return read_json(file).get("base_model_name_or_path")

@@ -11,6 +11,7 @@ from pod.eviction import Eviction
 from pod.extras import require
 from pod.files import opening
 from pod.model.families import FAMILIES
+from pod.model.weights import pod_base
 from pod_kernels import Quantization
 
 
@@ -60,6 +61,11 @@ def serve(
     """
     require("serve", "accelerate", "fastapi", "openai", "uvicorn", what="pod.serve")
     require_model(ckpt)
+    if pod_base(ckpt) is not None:
+        raise ValueError(
+            f"--ckpt {ckpt} is an adapter, and this server loads whole models: write one, by "
+            f"pod.load({ckpt!r}).save_pretrained(DIR) and its base's tokenizer.save_pretrained(DIR)"
+        )
     with opening(ckpt):
         config = AutoConfig.from_pretrained(ckpt)
     if not isinstance(config, PodConfigMixin):
