@@ -3,12 +3,14 @@
     python -m pod.export --ckpt checkpoints/llama3-32k --out exports/llama3-32k
     python -m pod.export --ckpt checkpoints/tiny/steps/step=60.ckpt --out exports/tiny --dtype bfloat16 --force
     python -m pod.export --ckpt checkpoints/smollm2-lora --out adapters/smollm2 --adapter --dtype float16
+    python -m pod.export --ckpt adapters/smollm2 --out exports/smollm2
     python -m pod.export --ckpt checkpoints/llama3-32k --out exports/llama3-32k --push someone/llama3-pod
 
 The directory holds config.json, sharded safetensors, tokenizer, generation config, their checksums and a model card;
 with `--adapter`, of a run with `lora.rank`, the adapter alone in PEFT's format and its blocks, as `pod.load(base,
-adapter)` reads them (see `pod.model.adapter`). It is written aside, loaded again and compared with the checkpoint
-before it takes its name; a failure leaves nothing behind. `--push` then uploads it to the hub.
+adapter)` reads them (see `pod.model.adapter`). Such a folder may be `--ckpt` itself: then it is added to its base. What
+comes out is written aside, loaded again and compared with the checkpoint before it takes its name; a failure leaves
+nothing behind. `--push` then uploads it to the hub.
 """
 
 import argparse
@@ -17,6 +19,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +42,7 @@ from pod.extras import require
 from pod.files import SUMS, locked, naming, opening, publish, read_json, read_sums, write_sums
 from pod.model.adapter import FIELDS, load, save
 from pod.model.families import pod_config
-from pod.model.weights import load_causal_lm
+from pod.model.weights import load_causal_lm, pod_base
 from pod.recipe.errors import RecipeError
 from pod.recipe.loading import load_recipe
 from pod.recipe.schema import Recipe
@@ -303,7 +306,7 @@ def model_card(
     model: PreTrainedModel,
     path: Path,
     base: str | None,
-    step: int,
+    step: int | str,
     metrics: dict[str, float],
     measured_at: int,
     data: tuple[str, list[str]],
@@ -314,7 +317,7 @@ def model_card(
 
     Args:
         path: where the export is, as whoever loads it names it: its directory, or its name on the hub.
-        base, step: what was trained, for how many steps.
+        base, step: what was trained, for how many steps (or where that is said).
         metrics, measured_at: what the last validation found, after how many steps.
         data: of `data_of`.
         adapter: the export is to be added to its base.
@@ -364,9 +367,10 @@ def export(
     """Write a Hugging Face directory from a training checkpoint, or an adapter in PEFT's format.
 
     Args:
-        ckpt: a run's folder or a checkpoint.
+        ckpt: a run's folder or a checkpoint; or an adapter that this wrote, to add it to its base.
         out: the directory to write.
-        dtype: "float32", "bfloat16" or "float16"; the training dtype when None, of an adapter float32.
+        dtype: "float32", "bfloat16" or "float16"; the training dtype when None, of an adapter float32, of one that is
+            added to its base the base's.
         force: replace an export at `out`.
         adapter: write what a run with `lora.rank` trained and its blocks, instead of a whole model (`pod.load` adds
             them to the base again).
@@ -379,9 +383,9 @@ def export(
     Raises:
         ValueError: `out` exists, and is no export or `force` is off; it is or holds the checkpoint, its base or the
             folder this runs in; another process writes it; the checkpoint is missing or damaged, or holds no adapter
-            where one is wanted; or what was written does not give the checkpoint's logits. Nothing is left behind.
-            Or `push` is no name, there is no token, or the hub does not take it: then `out` is complete, and the
-            message names the command that uploads it.
+            where one is wanted, or is one already; or what was written does not give the checkpoint's logits. Nothing
+            is left behind. Or `push` is no name, there is no token, or the hub does not take it: then `out` is
+            complete, and the message names the command that uploads it.
         ImportError: an adapter is wanted, and the package peft is missing.
     """
     ckpt, out = Path(ckpt), Path(out)
@@ -436,18 +440,25 @@ def _check_free(out: Path, force: bool) -> None:
 
 
 def _export(ckpt: Path, out: Path, dtype: torch.dtype | None, adapter: bool, push: str | None) -> None:
-    checkpoint, file = load_checkpoint(ckpt)
-    trained = checkpoint["hyper_parameters"]["model"]
-    base, in_4_bits = trained["base"], trained.get("load_in_4bit", False)
+    base = pod_base(ckpt) if ckpt.is_dir() else None
+    if base is None:
+        checkpoint, file = load_checkpoint(ckpt)
+        trained, run, step = checkpoint["hyper_parameters"]["model"], file.parent.parent, int(checkpoint["global_step"])
+        base = trained["base"]
+        write = partial(_write_adapter if adapter else _write_model, checkpoint, run)
+        said = step, *measured(run, step), data_of(run), adapter, trained.get("load_in_4bit", False)
+    elif adapter:
+        raise ValueError(f"{ckpt} is an adapter already: without --adapter it is added to its base, {base}")
+    else:
+        write = partial(_write_sum, base, ckpt)
+        said = "that of the adapter", {}, 0, (f"that of the adapter, {ckpt.name}", [])
     _check_apart(out, {} if base is None else {"the model that was trained": Path(base)})
-    run, step = file.parent.parent, int(checkpoint["global_step"])
     aside = out.with_name(f".{out.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)
     try:
         with naming(out):
-            model = (_write_adapter if adapter else _write_model)(checkpoint, run, aside, out, dtype)
-            named = out if push is None else Path(push)
-            card = model_card(model, named, base, step, *measured(run, step), data_of(run), adapter, in_4_bits)
+            model = write(aside, out, dtype)
+            card = model_card(model, out if push is None else Path(push), base, *said)
             (aside / "README.md").write_text(card, encoding="utf-8")
             write_sums(aside)
         wanted = _logits(model)
@@ -461,13 +472,21 @@ def _export(ckpt: Path, out: Path, dtype: torch.dtype | None, adapter: bool, pus
 
 def _write_model(checkpoint: dict, run: Path, aside: Path, out: Path, dtype: torch.dtype | None) -> PreTrainedModel:
     base = checkpoint["hyper_parameters"]["model"]["base"]
-    model = rebuild(checkpoint, dtype)
-    tokenizer = tokenizer_of(run, base)
+    return _written(rebuild(checkpoint, dtype), tokenizer_of(run, base), aside, f"{base or run}: {out}")
+
+
+def _write_sum(base: str, adapter: Path, aside: Path, out: Path, dtype: torch.dtype | None) -> PreTrainedModel:
+    return _written(load(base, adapter, dtype or "auto"), tokenizer_of(adapter, base), aside, f"{base}: {out}")
+
+
+def _written(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, aside: Path, whose: str
+) -> PreTrainedModel:
     if tokenizer is not None:
         ids = {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id, "pad": tokenizer.pad_token_id}
         model.generation_config = GenerationConfig(**{f"{key}_token_id": value for key, value in ids.items()})
     else:
-        print(f"warning: no tokenizer is known for {base or run}: {out} has none, save one there", file=sys.stderr)
+        print(f"warning: no tokenizer is known for {whose} has none, save one there", file=sys.stderr)
     model.save_pretrained(aside)
     if tokenizer is not None:
         tokenizer.save_pretrained(aside)
@@ -515,7 +534,7 @@ def _verify(wanted: Tensor, path: str | Path, adapter: Path | None, tolerance: f
 @exit_status
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m pod.export", description=__doc__.split("\n")[0])
-    parser.add_argument("--ckpt", required=True, help="a run's folder or a checkpoint")
+    parser.add_argument("--ckpt", required=True, help="a run's folder or a checkpoint, or an adapter")
     parser.add_argument("--out", required=True, help="directory to write")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as trained")
     parser.add_argument("--force", action="store_true", help="replace an earlier export at --out")

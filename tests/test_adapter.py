@@ -10,6 +10,7 @@ from scripts import save, tiny_llama
 import pod
 from pod import generate
 from pod.evaluation import models
+from pod.export import export
 from pod.model.weights import weights_hash
 
 peft = pytest.importorskip("peft")
@@ -63,6 +64,21 @@ def test_it_names_its_base(base, adapter, tmp_path, capsys):
     base.rename(tmp_path / "elsewhere")
     assert generate.main(["--ckpt", str(folder), "--prompt", "a b", "--max-new-tokens", "2"]) == 2
     assert f"can be loaded from there, an adapter of {base} ({base}: no such directory" in capsys.readouterr().err
+
+
+def test_an_export_is_the_sum(base, adapter, tmp_path):
+    folder, wanted = adapter
+    with pytest.raises(ValueError, match=f"is an adapter already: without --adapter it is added to its base, {base}"):
+        export(folder, tmp_path / "out", adapter=True)
+    with pytest.raises(ValueError, match="so --force will not replace it"):
+        export(folder, base, force=True)
+    out = export(folder, tmp_path / "out")
+    model, tokenizer = models.load(str(out), "cpu")
+    torch.testing.assert_close(logits_of(model), wanted, rtol=1e-4, atol=1e-5)
+    assert tokenizer("a b")["input_ids"] == models.load(str(base), "cpu")[1]("a b")["input_ids"]
+    card = (out / "README.md").read_text()
+    assert f"| base | {base} |" in card and "| data | that of the adapter, adapter |" in card
+    assert export(folder, out, "bfloat16", force=True) == out and pod.load(out).dtype == torch.bfloat16
 
 
 def test_peft_reads_the_folder_too(base, adapter):

@@ -63,8 +63,8 @@ def serve(
     require_model(ckpt)
     if pod_base(ckpt) is not None:
         raise ValueError(
-            f"--ckpt {ckpt} is an adapter, and this server loads whole models: write one, by "
-            f"pod.load({ckpt!r}).save_pretrained(DIR) and its base's tokenizer.save_pretrained(DIR)"
+            f"--ckpt {ckpt} is an adapter, and this server loads whole models: write one with "
+            f"`python -m pod.export --ckpt {ckpt} --out DIR`"
         )
     with opening(ckpt):
         config = AutoConfig.from_pretrained(ckpt)

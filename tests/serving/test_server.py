@@ -174,7 +174,7 @@ def test_an_adapter_is_no_whole_model(tmp_path, capsys):
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base"}')
     (tmp_path / "blocks.json").touch()
     assert main(["--ckpt", str(tmp_path)]) == 2
-    assert f"write one, by pod.load('{tmp_path}').save_pretrained(DIR)" in capsys.readouterr().err
+    assert f"write one with `python -m pod.export --ckpt {tmp_path} --out DIR`" in capsys.readouterr().err
 
 
 def test_what_is_missing_is_named_with_its_extra(tmp_path, capsys, monkeypatch):
