@@ -12,6 +12,7 @@ from pod import generate
 from pod.evaluation import models
 from pod.export import export
 from pod.model.weights import weights_hash
+from pod.training.base_model import first_config
 
 peft = pytest.importorskip("peft")
 SIZES = {"sink_size": 2, "recent_size": 4, "share": "scores"}
@@ -95,6 +96,10 @@ def test_refuses(base, adapter, tmp_path, monkeypatch):
         pod.load(base, tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"is an adapter of PoD, which brings blocks for its base: pod.load\("):
         pod.convert(folder, BLOCKS, **SIZES)
+    with pytest.raises(
+        ValueError, match=f"is an adapter: to train on from it, model.base={base} lora.adapter={folder}"
+    ):
+        first_config(str(folder), None)
     with pytest.raises(FileNotFoundError, match="no such directory"):
         pod.load(tmp_path / "no base")
     wider = save(tiny_llama(num_hidden_layers=3, hidden_size=64), tmp_path / "wider")

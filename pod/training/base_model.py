@@ -15,7 +15,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from pod.files import opening
 from pod.model.families import FAMILIES
 from pod.model.gguf import local
-from pod.model.weights import load_causal_lm
+from pod.model.weights import load_causal_lm, pod_base
 from pod.recipe.errors import RecipeError, closest
 
 # What is read beside the fields of a config: older names of parts of rope_parameters and of dtype, and the size of a
@@ -35,11 +35,16 @@ def first_config(
         rope_theta: replaces the RoPE base.
 
     Raises:
-        ValueError: there is no config at `base`, or it is that of quantised weights.
+        ValueError: there is no config at `base`, it is that of quantised weights, or an adapter lies there.
         RecipeError: as `new_config`.
     """
     if base is None:
         config = new_config(model_config)
+    elif Path(base).is_dir() and (below := pod_base(base)) is not None:
+        raise ValueError(
+            f"model.base={base} is an adapter: to train on from it, model.base={below} lora.adapter={base} "
+            f"blocks.file={base}/blocks.json"
+        )
     else:
         try:
             with opening(base):
