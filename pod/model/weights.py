@@ -65,6 +65,7 @@ def load_causal_lm(where: str | Path, *, finite: bool = False, **options: Any) -
 
 def pod_base(where: str | Path) -> str | None:
     """The base that an adapter of ours names in its adapter_config.json; None of anything else."""
+    where = local(where)
     base = _adapted(where)
     if base is None:
         return None
