@@ -167,7 +167,7 @@ def skipping(model: PreTrainedModel, batches: Sequence[Tensor], tau: float) -> d
 
     Args:
         model: a PoD model in evaluation mode.
-        batches: token ids [B, T] each, T at least 6.
+        batches: token ids [B, T] each, T at least 5.
         tau: between 0, which skips all that is distant, and 1, which skips nothing.
 
     Returns:
@@ -291,7 +291,7 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         ValueError: options that mean nothing, layers that the model has not, a text that is too short.
     """
-    for name, least in (("texts", 1), ("samples", 1), ("window", 2), ("length", 2)):
+    for name, least in (("texts", 1), ("samples", 1), ("window", 2), ("length", 5 if "tau" in options.only else 2)):
         if getattr(options, name) < least:
             raise ValueError(f"--{name} must be at least {least}, got {getattr(options, name)}")
     if "tau" in options.only and not all(0 <= tau <= 1 for tau in options.taus):

@@ -71,6 +71,7 @@ def test_thresholds_are_drawn(tmp_path, capsys):
     assert (tmp_path / "out" / "tau.png").stat().st_size > 5000
     for more, message in [
         (["--taus", "0.5", "1.5"], "--taus [0.5, 1.5]: each between 0 (skip all that is distant) and 1"),
+        (["--length", "4"], "--length must be at least 5, got 4"),
         (["--ckpt", str(save(tiny_llama(), tmp_path / "dense"))], "dense shares no scores, so there are none to skip"),
     ]:
         assert figures.main([*pod_model, *arguments, *more]) == 2
