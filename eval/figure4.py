@@ -17,7 +17,6 @@ import dataclasses
 import json
 import math
 import sys
-from functools import partial
 from pathlib import Path
 
 import demo
@@ -152,13 +151,12 @@ def measure_tau(tau: float, recipe: Recipe, effort: Effort) -> dict:
     if found is not None:
         return found
     model, tokenizer = models.load(str(folder / "export"), "cpu", "float32")
-    new_cache = partial(pod.PodCache, model.config, tau=tau)
     digits = passkey_accuracy(
         model,
         tokenizer,
         demo.keys_in_text(tokenizer, effort.samples),
         12,
-        lambda model, ids, count, question: generate_greedily(model, ids, count, question, new_cache()),
+        lambda model, *asked: generate_greedily(model, *asked, pod.PodCache(model.config, tau=tau)),
         f"tau {tau:g}: pass keys",
     )
     batches = list(prepared(demo.write_data(recipe), min(effort.texts, TAU_TEXTS), 8))

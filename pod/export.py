@@ -440,7 +440,7 @@ def _check_free(out: Path, force: bool) -> None:
 
 
 def _export(ckpt: Path, out: Path, dtype: torch.dtype | None, adapter: bool, push: str | None) -> None:
-    base = pod_base(ckpt) if ckpt.is_dir() else None
+    base = pod_base(ckpt)
     if base is None:
         checkpoint, file = load_checkpoint(ckpt)
         trained, run, step = checkpoint["hyper_parameters"]["model"], file.parent.parent, int(checkpoint["global_step"])

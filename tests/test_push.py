@@ -25,6 +25,7 @@ logits = {
     "auto": AutoModelForCausalLM.from_pretrained("someone/model"),
     "load": pod.load("someone/model"),
     "adapter": pod.load("someone/base", "someone/adapter"),
+    "alone": pod.load("someone/adapter"),
     "peft": PeftModel.from_pretrained(
         pod.convert("someone/base", pod.LayerBlocks.load(f"{folder}/blocks.json"), 2, 14), "someone/adapter"
     ),
@@ -36,9 +37,10 @@ logits |= {name: pod.load(f"someone/{name}") for name in ("again", "third")}
 with torch.no_grad():
     found = {name: model.eval()(ids, use_cache=False).logits for name, model in logits.items()}
 torch.save(found, f"{folder}/logits.pt")
-for names in (["someone/base", "someone/nothing"], ["someone/adapter"]):
+blocks = pod.LayerBlocks.load(f"{folder}/blocks.json")
+for refused, names in ((pod.load, ["someone/base", "someone/nothing"]), (pod.convert, ["someone/adapter", blocks])):
     try:
-        pod.load(*names)
+        refused(*names)
     except (OSError, ValueError) as error:
         print(error)
 """
@@ -103,6 +105,7 @@ def test_models_and_adapters_go_round(prepared, tmp_path):  # noqa: F811
         pod.load(tmp_path / "again")
     logits = torch.load(tmp_path / "logits.pt", weights_only=True)
     assert all(torch.equal(logits[name], logits["auto"]) for name in ("load", "again", "third"))
+    assert torch.equal(logits["alone"], logits["adapter"])
     for name in ("adapter", "peft"):
         torch.testing.assert_close(logits[name], logits["auto"], rtol=1e-3, atol=1e-4)
     assert not torch.equal(pod.load(tmp_path / "base")(torch.arange(3, 63)[None]).logits, logits["auto"])

@@ -27,12 +27,14 @@ def default_folder(script: str) -> Path:
     return Path("runs") / "eval" / script
 
 
-def add_ckpts(parser: argparse.ArgumentParser, batch_size: int, required: bool = True) -> None:
-    """Give a parser `--ckpt` of one or more models, and `--batch-size` with its default."""
+def add_ckpts(parser: argparse.ArgumentParser, batch_size: int | None = None, required: bool = True) -> None:
+    """Give a parser `--ckpt` of one or more models, and `--batch-size` with its default, where it has one."""
     parser.add_argument(
         "--ckpt", nargs="+", required=required, help="exports, adapters, or any Hugging Face causal LMs"
     )
-    parser.add_argument("--batch-size", type=int, default=batch_size, help=f"prompts or texts at once ({batch_size})")
+    if batch_size is not None:
+        what = f"prompts or texts at once ({batch_size})"
+        parser.add_argument("--batch-size", type=int, default=batch_size, help=what)
 
 
 def add_out(parser: argparse.ArgumentParser, name: str) -> None:

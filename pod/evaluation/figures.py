@@ -359,7 +359,7 @@ def _near(weights: Tensor, sinks: int, window: int) -> tuple[float, float]:
 @exit_status
 def main(arguments: list[str] | None = None) -> None:
     parser = command.parser_of("figures", __doc__)
-    parser.add_argument("--ckpt", nargs="+", required=True, help="exports, adapters, or any Hugging Face causal LMs")
+    command.add_ckpts(parser)
     parser.add_argument("--text", nargs="+", type=Path, help="UTF-8 files (the standard library's held-out modules)")
     parser.add_argument("--only", nargs="+", choices=(*PICTURES, "tau"), default=list(PICTURES), help="(all but tau)")
     parser.add_argument("--length", type=int, default=512, help="tokens of a text, and of a prompt of places (512)")

@@ -19,7 +19,7 @@ from pod.model.decoder import PodModel
 from pod.model.families import convert
 from pod.model.gguf import local
 from pod.model.reconstruction import reconstruct
-from pod.model.weights import load_causal_lm, pod_base
+from pod.model.weights import PodAdapterError, load_causal_lm
 
 NO_EVICTION = "none"
 
@@ -40,8 +40,11 @@ def load(ckpt: str, device: str | None = None, dtype: str = "auto") -> tuple[Pre
     base = None
     try:
         with opening(ckpt):
-            base = pod_base(ckpt)
-            model = load_causal_lm(ckpt, dtype=dtype) if base is None else adapter.load(base, ckpt, dtype)
+            try:
+                model = load_causal_lm(ckpt, dtype=dtype)
+            except PodAdapterError as found:
+                base = found.base
+                model = adapter.load(base, ckpt, dtype)
             tokenizer = AutoTokenizer.from_pretrained(local(base or ckpt))
     except (OSError, ValueError) as error:
         where = "from there" if Path(ckpt).exists() else "from the hub, and it is no directory here"

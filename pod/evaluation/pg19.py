@@ -172,7 +172,7 @@ def table(found: dict[tuple[str, int], Losses]) -> str:
 @exit_status
 def main(arguments: list[str] | None = None) -> None:
     parser = command.parser_of("pg19", __doc__)
-    parser.add_argument("--ckpt", nargs="+", required=True, help="exports, adapters, or any Hugging Face causal LMs")
+    command.add_ckpts(parser)
     parser.add_argument("--books", type=Path, required=True, help="a folder of NAME.txt or NAME.txt.gz")
     what = f"eviction methods without budgets ({METHODS})"
     command.add_eviction(parser, "--methods", what, eviction.split, eviction.split(METHODS))

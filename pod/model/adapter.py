@@ -23,7 +23,7 @@ from pod.blocks import LayerBlocks
 from pod.extras import require
 from pod.files import SUMS, announce_hub, opening
 from pod.model.families import convert
-from pod.model.weights import load_causal_lm, pod_base
+from pod.model.weights import PodAdapterError, load_causal_lm
 
 FILES = ("adapter_config.json", "adapter_model.safetensors", "blocks.json")
 FIELDS = {"sink_size": int, "recent_size": int, "share": str}
@@ -52,11 +52,13 @@ def load(
         ValueError: something is damaged or missing; the adapter is of another model; the device_map cuts a block, or
             spreads out what gets an adapter.
     """
-    announce_hub(path)
-    if adapter is None and (base := pod_base(path)) is not None:
-        path, adapter = base, path
-    with opening(path):
-        model = load_causal_lm(path, dtype=dtype, device_map=device_map).eval()
+    try:
+        with opening(path):
+            model = load_causal_lm(path, dtype=dtype, device_map=device_map).eval()
+    except PodAdapterError as found:
+        if adapter is not None:
+            raise
+        return load(found.base, path, dtype, device_map)
     return model if adapter is None else _adapted(model, _folder(adapter))
 
 

@@ -15,6 +15,15 @@ from pod.files import read_json, weights_sum
 from pod.model.gguf import local
 
 
+class PodAdapterError(ValueError):
+    """An adapter of ours where a whole model is wanted; `base` is what its adapter_config.json names."""
+
+    def __init__(self, where: str | Path, base: str) -> None:
+        wanted = f"pod.load({base!r}, {str(where)!r})"
+        super().__init__(f"{where} is an adapter of PoD, which brings blocks for its base: {wanted}")
+        self.base = base
+
+
 def load_causal_lm(where: str | Path, *, finite: bool = False, **options: Any) -> PreTrainedModel:
     """`AutoModelForCausalLM.from_pretrained` of all the weights: by itself, that draws at random what is not there.
 
@@ -24,14 +33,13 @@ def load_causal_lm(where: str | Path, *, finite: bool = False, **options: Any) -
         options: of `from_pretrained`.
 
     Raises:
+        PodAdapterError: it is an adapter of ours, which would stand on its base without the blocks.
         ValueError: weights are missing, left over or of other shapes than the config says, or not finite; names them.
-            Or it is an adapter of ours, which would stand on its base without the blocks.
     """
     where = local(where)
-    if (base := pod_base(where)) is not None:
-        wanted = f"pod.load({base!r}, {str(where)!r})"
-        raise ValueError(f"{where} is an adapter of PoD, which brings blocks for its base: {wanted}")
     if (base := _adapted(where)) is not None:
+        if cached_file(str(where), "blocks.json", _raise_exceptions_for_missing_entries=False) is not None:
+            raise PodAdapterError(where, base)
         load_causal_lm(base, device_map="meta")  # of an adapter's base, transformers does not tell what was missing
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
@@ -63,13 +71,9 @@ def load_causal_lm(where: str | Path, *, finite: bool = False, **options: Any) -
     return model
 
 
-def pod_base(where: str | Path) -> str | None:
-    """The base that an adapter of ours names in its adapter_config.json; None of anything else."""
-    where = local(where)
-    base = _adapted(where)
-    if base is None:
-        return None
-    return base if cached_file(str(where), "blocks.json", _raise_exceptions_for_missing_entries=False) else None
+def pod_base(folder: str | Path) -> str | None:
+    """The base that an adapter of ours names in its adapter_config.json; None of what is no folder of one."""
+    return _adapted(folder) if (Path(folder) / "blocks.json").is_file() else None
 
 
 def _damaged_pickle(where: str | Path) -> Path | None:

@@ -40,7 +40,7 @@ def first_config(
     """
     if base is None:
         config = new_config(model_config)
-    elif Path(base).is_dir() and (below := pod_base(base)) is not None:
+    elif (below := pod_base(base)) is not None:
         raise ValueError(
             f"model.base={base} is an adapter: to train on from it, model.base={below} lora.adapter={base} "
             f"blocks.file={base}/blocks.json"
