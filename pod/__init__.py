@@ -14,6 +14,7 @@ calibrate.py    python -m pod.calibrate: RazorAttention's, KVzip's and Q-Filters
 prepare.py      python -m pod.prepare: text into prepared samples
 fit.py          python -m pod.fit: training
 export.py       python -m pod.export: a Hugging Face directory
+model_card.py   its README.md: what it is, on what it was trained, what was measured
 generate.py     python -m pod.generate: text, speed, cache bytes
 autotune.py     python -m pod.autotune: which kernels run on this GPU, checked and timed
 serve.py        python -m pod.serve: OpenAI's protocol, one request at a time

@@ -36,8 +36,9 @@ from pod.analyze import main as analyze_main
 from pod.blocks import LayerBlocks
 from pod.data.prepared import PreparedDataset
 from pod.data.sample_writer import SampleWriter
-from pod.export import card_metadata, export, load_checkpoint, measured, rebuild
+from pod.export import export, load_checkpoint, rebuild
 from pod.fit import main
+from pod.model_card import card_metadata, measured
 from pod.recipe.loading import load_recipe
 from pod.recipe.schema import RecipeError
 from pod.terminal import NOISE

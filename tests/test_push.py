@@ -12,8 +12,9 @@ from test_fit import CONFIG, prepared, recipe_file  # noqa: F401  (a fixture)
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import pod
-from pod.export import data_of, main
+from pod.export import main
 from pod.files import read_sums
+from pod.model_card import data_of
 
 LOADS = """
 import sys, torch, pod
