@@ -898,6 +898,11 @@ def test_adapters_are_resumed_and_exported(trained, prepared, tmp_path, capsys):
         fit(load_recipe([*further, "trainer.max_steps=1", "lora.rank=4", f"output={tmp_path / 'other'}"]))
     with pytest.raises(FileNotFoundError, match=r"lora.adapter=.*nowhere is no adapter, .*pod.export --adapter"):
         fit(load_recipe([*further, f"lora.adapter={tmp_path}/nowhere", f"output={tmp_path / 'other'}"]))
+    with pytest.raises(FileNotFoundError, match=r"lora.adapter=.*nowhere is no adapter, .*pod.export --adapter"):
+        keys = [f"lora.adapter={tmp_path}/nowhere", f"output={tmp_path / 'third'}", "blocks.file=null"]
+        fit(
+            load_recipe([*further, *keys]), analyze=lambda *_: pytest.fail("analysed before the adapter was looked for")
+        )
     with pytest.raises(ValueError, match=r"trained all weights \(lora.rank is 0\): there is no adapter"):
         export(trained, tmp_path / "none", adapter=True)
     assert not (tmp_path / "none").exists()

@@ -113,21 +113,13 @@ def peft_name(name: str) -> str:
     return f"base_model.model.{name.replace(f'.{_ADAPTER}.', '.')}"
 
 
-@torch.no_grad()
-def go_on_from(model: nn.Module, folder: Path, alpha: float) -> None:
-    """Give a model's adapters the weights of an exported one.
-
-    Args:
-        model: with adapters; it is changed.
-        folder: in PEFT's format, of the same matrices and rank. Of another window or `share` it is warned.
-        alpha: what the model's adapters were made with.
+def read_adapter(folder: Path, alpha: float) -> dict[str, Tensor]:
+    """The matrices of an exported adapter by PEFT's names, if training can go on from it.
 
     Raises:
         FileNotFoundError: there is no adapter.
-        ValueError: it is of other matrices, another rank or alpha, or damaged.
+        ValueError: it is of another alpha, or damaged.
     """
-    from lightning.pytorch.utilities import rank_zero_only  # `pod export` names the extra that it lacks
-
     file = folder / "adapter_model.safetensors"
     if not file.is_file():
         raise FileNotFoundError(
@@ -139,6 +131,24 @@ def go_on_from(model: nn.Module, folder: Path, alpha: float) -> None:
         theirs = read_json(folder / "adapter_config.json").get("lora_alpha")
     if theirs != alpha:
         raise ValueError(f"lora.alpha={alpha:g}, and lora.adapter={folder} was trained with {theirs}: set lora.alpha")
+    return saved
+
+
+@torch.no_grad()
+def go_on_from(model: nn.Module, folder: Path, alpha: float) -> None:
+    """Give a model's adapters the weights of an exported one.
+
+    Args:
+        model: with adapters; it is changed.
+        folder: in PEFT's format, of the same matrices and rank. Of another window or `share` it is warned.
+        alpha: what the model's adapters were made with.
+
+    Raises:
+        FileNotFoundError, ValueError: as `read_adapter`; or it is of other matrices or another rank.
+    """
+    from lightning.pytorch.utilities import rank_zero_only  # `pod export` names the extra that it lacks
+
+    saved = read_adapter(folder, alpha)
     ours = {peft_name(name): parameter for name, parameter in model.named_parameters() if ".lora_" in name}
     shapes = [{(name, value.shape) for name, value in some.items()} for some in (saved, ours)]
     if others := shapes[0] ^ shapes[1]:

@@ -34,7 +34,7 @@ from pod.heads import streamed
 from pod.model.weights import load_causal_lm
 from pod.recipe.loading import save
 from pod.recipe.schema import Recipe, accumulate, output_folder, steps
-from pod.training.adapters import check_4_bits
+from pod.training.adapters import check_4_bits, read_adapter
 from pod.training.base_model import first_config
 from pod.training.checkpoints import (
     Checkpoints,
@@ -291,6 +291,8 @@ def _fit(recipe: Recipe, data: PodDataModule, out: Path, analyze: Analysis) -> l
     check_data(recipe, data)
     if rank_zero_only.rank == 0:
         _check_content(recipe, data)
+        if checkpoint is None and recipe.lora.adapter is not None:  # before the analysis, which takes long
+            read_adapter(Path(recipe.lora.adapter), recipe.lora.alpha)
     check_writable(out)
     lightning.seed_everything(recipe.seed, verbose=False)
     blocks = choose_blocks(recipe, out, analyze, checkpoint is not None)
