@@ -2,15 +2,17 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import timing
 import torch
 from timing import Works, by
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import Cache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import pod
+from pod_kernels.dispatch import forced
 
 LAYERS, KV_HEADS = 8, 8
 DENSE, STOCK = "blocks of one layer", "DynamicCache"
@@ -77,9 +79,28 @@ class Setting:
         return timing.measured(works, self.rounds, self.device, label, self.most_seconds, graphs)
 
 
-def by_backends(setting: Setting, name: str, work: Callable[[], object]) -> Works:
-    """The work by each backend, under its name in a table."""
-    return {name + suffix: by(backend, work) for suffix, backend in setting.backends.items()}
+def by_backends(
+    setting: Setting, name: str, work: Callable[..., object], caches: dict[str, Cache] | None = None
+) -> Works:
+    """The work by each backend, under its name in a table; on its own cache, from `for_backends`, where it needs one."""
+    return {
+        name + suffix: by(backend, work if caches is None else partial(work, caches[suffix]))
+        for suffix, backend in setting.backends.items()
+    }
+
+
+def for_backends(setting: Setting, make: Callable[[], Cache]) -> dict[str, Cache]:
+    """A cache for each backend, by what a table adds to a name: the one that attends first to a cache keeps it."""
+    caches = {}
+    for suffix, backend in setting.backends.items():
+        with forced(backend):
+            caches[suffix] = make()
+    return caches
+
+
+def fused(works: Works) -> list[str]:
+    """The works by the fused kernels, which count on the device: what torch's operations read, the host has counted."""
+    return [name for name in works if name.endswith(FUSED)]
 
 
 def shared_blocks(layers: int = LAYERS) -> pod.LayerBlocks:

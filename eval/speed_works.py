@@ -16,6 +16,8 @@ from speed_setting import (
     STOCK,
     Setting,
     by_backends,
+    for_backends,
+    fused,
     random_ids,
     random_models,
 )
@@ -78,15 +80,14 @@ def attention_training(setting: Setting, length: int) -> Measured:
     return _attention(setting, length, training=True)
 
 
-def step(model: PreTrainedModel, cache: Cache, batch: int) -> Callable[[], object]:
+def step(cache: Cache, model: PreTrainedModel, batch: int) -> None:
     """One step of decoding."""
-    token = torch.ones(batch, 1, dtype=torch.long, device=model.device)
-    return lambda: model(token, past_key_values=cache)
+    model(torch.ones(batch, 1, dtype=torch.long, device=model.device), past_key_values=cache)
 
 
 def decoding_rows(setting: Setting, length: int) -> int:
-    """Rows that decode together: on a GPU as many as have half a million tokens."""
-    return setting.batch or (max(1, 2**19 // length) if setting.device == "cuda" else 1)
+    """Rows that decode together: on a GPU as many as have a quarter of a million tokens."""
+    return setting.batch or (max(1, 2**18 // length) if setting.device == "cuda" else 1)
 
 
 def note_of_rows(batch: int) -> list[str]:
@@ -105,13 +106,12 @@ def decode(setting: Setting, length: int) -> Measured:
     """One token with `length` tokens in the cache."""
     works, batch, models = {}, decoding_rows(setting, length), random_models(setting, length)
     for name in ("PoD", DENSE):
-        cache = filled(setting, models[name], batch, length)
-        works |= by_backends(setting, name, step(models[name], cache, batch))
-    graphs = list(works)
+        caches = for_backends(setting, partial(filled, setting, models[name], batch, length))
+        works |= by_backends(setting, name, partial(step, model=models[name], batch=batch), caches)
     cache = new_cache(models[STOCK], length)
     fill(cache, models[STOCK], batch, length)
-    works[STOCK] = step(models[STOCK], cache, batch)
-    seconds, left_out, notes = setting.measured(works, f"decode at {length}", graphs)
+    works[STOCK] = partial(step, cache, models[STOCK], batch)
+    seconds, left_out, notes = setting.measured(works, f"decode at {length}", fused(works))
     notes += note_of_rows(batch)
     pairs = [("PoD" + kind, other) for kind in setting.backends for other in (DENSE + kind, STOCK)]
     return Measured(seconds, pairs, left_out=left_out, notes=notes)
@@ -120,22 +120,23 @@ def decode(setting: Setting, length: int) -> Measured:
 def decode_attention(setting: Setting, length: int) -> Measured:
     """The attention of one token in all layers, and nothing else, against dense attention to as many keys."""
     batch, models = decoding_rows(setting, length), random_models(setting, length, is_whole=False)
-    new, works, amounts = setting.states(batch, 1), {}, {}
+    (q, k, v), works, amounts = setting.states(batch, 1), {}, {}
     for name in ("PoD", DENSE):
-        cache = filled(setting, models[name], batch, length)
-        mine = by_backends(setting, name, partial(attend, cache, models[name], *new))
+        caches = for_backends(setting, partial(filled, setting, models[name], batch, length))
+        mine = by_backends(setting, name, partial(attend, model=models[name], q=q, k=k, v=v), caches)
         works |= mine
-        amounts |= dict.fromkeys(mine, (cache.nbytes(), BYTES))
+        amounts |= dict.fromkeys(mine, (caches[""].nbytes(), BYTES))
     stored = [setting.random(2, batch, KV_HEADS, length, setting.head_dim) for _ in range(LAYERS)]
 
     def dense(run: Callable[..., Tensor]) -> None:
         for k, v in stored:
-            run(new[0], k, v)
+            run(q, k, v)
 
     others = {name: partial(dense, run) for name, run in dense_attentions(setting.device, False).items()}
     works |= others
     amounts |= dict.fromkeys(others, (sum(one.nbytes for one in stored), BYTES))
-    seconds, left_out, notes = setting.measured(works, f"decode attention at {length}", works)
+    label = f"decode attention at {length}"
+    seconds, left_out, notes = setting.measured(works, label, [*fused(works), *others])
     notes += note_of_rows(batch)
     pairs = [("PoD" + kind, other) for kind in setting.backends for other in (DENSE + kind, *others)]
     return Measured(seconds, pairs, amounts, left_out, notes)
@@ -152,14 +153,14 @@ def decode_attention_skipping(setting: Setting, length: int) -> Measured:
     root = setting.head_dim**0.5
     k[:, ::2] = looking * 40  # the logit, far above the logarithm of the tokens
     q.unflatten(1, (KV_HEADS, -1))[:, ::2] = looking[:, :, None] * root
-    names, caches, works, amounts = ("PoD", f"PoD, tau={TAU}"), {}, {}, {}
+    names, works, amounts = ("PoD", f"PoD, tau={TAU}"), {}, {}
     for name, tau in zip(names, (None, TAU), strict=True):
-        caches[name] = filled(setting, model, batch, length, tau=tau)
-        works |= by_backends(setting, name, partial(attend, caches[name], model, q, k, v))
+        caches = for_backends(setting, partial(filled, setting, model, batch, length, tau=tau))
+        works |= by_backends(setting, name, partial(attend, model=model, q=q, k=k, v=v), caches)
     label = f"decode attention with tau at {length}"
-    seconds, left_out, notes = setting.measured(works, label, works)
+    seconds, left_out, notes = setting.measured(works, label, fused(works))
     notes += note_of_rows(batch)
-    stats, whole = caches[names[1]].stats, caches[names[0]].nbytes()
+    stats, whole = caches[""].stats, caches[""].nbytes()
     unread = stats.unread_values / max(1, stats.distant_values)
     distant = max(0, length - setting.sinks - setting.recent) * batch * setting.head_dim * setting.dtype.itemsize
     shared = int((~model.config.blocks.is_anchor).sum())
@@ -180,11 +181,16 @@ def decode_after_eviction(setting: Setting, length: int) -> Measured:
     batch, method = setting.batch or 1, setting.eviction[0]
     model = random_models(setting, length)["PoD"]
     names = [f"after {prompt:,}" for prompt in (length, length // 4)]
-    for name, prompt in zip(names, (length, length // 4), strict=True):
+
+    def evicted(prompt: int) -> pod.PodCache:
         cache = pod.PodCache(model.config, setting.room(prompt), pod.eviction.parse(method))
         model(random_ids(model, batch, prompt), past_key_values=cache, logits_to_keep=1)
-        works |= by_backends(setting, name, step(model, cache, batch))
-    seconds, left_out, notes = setting.measured(works, f"{method} after {length}", works)
+        return cache
+
+    for name, prompt in zip(names, (length, length // 4), strict=True):
+        caches = for_backends(setting, partial(evicted, prompt))
+        works |= by_backends(setting, name, partial(step, model=model, batch=batch), caches)
+    seconds, left_out, notes = setting.measured(works, f"{method} after {length}", fused(works))
     pairs = [(names[0] + kind, names[1] + kind) for kind in setting.backends]
     return Measured(seconds, pairs, left_out=left_out, notes=notes)
 
@@ -192,17 +198,22 @@ def decode_after_eviction(setting: Setting, length: int) -> Measured:
 def decode_forked(setting: Setting, length: int) -> Measured:
     """One token of 16 rows over one context of `length` tokens, against rows that are copies of it."""
     works, held, batch, model = {}, {}, setting.batch or FORKED_ROWS, random_models(setting, length)["PoD"]
-    for name in (FORKED, COPIED):
+
+    def rows(name: str) -> pod.PodCache:
         cache = pod.PodCache(model.config)
         cache.expect(length)
         fill(cache, model, 1, length)
         (cache.fork if name == FORKED else cache.batch_repeat_interleave)(batch)
         cache.expect(setting.room(length))
-        run = step(model, cache, batch)
-        works |= by_backends(setting, name, run) if name == COPIED else {name: by("composed", run)}
-        run()
+        step(cache, model, batch)
         held[name] = cache.nbytes()
-    seconds, left_out, notes = setting.measured(works, f"decode forked at {length}", [*works][1:])
+        return cache
+
+    works[FORKED] = by("composed", partial(step, rows(FORKED), model, batch))
+    works |= by_backends(
+        setting, COPIED, partial(step, model=model, batch=batch), for_backends(setting, partial(rows, COPIED))
+    )
+    seconds, left_out, notes = setting.measured(works, f"decode forked at {length}", fused(works))
     share = held[FORKED] / held[COPIED]
     notes += [*note_of_rows(batch), f"{held[FORKED]:,} bytes forked, {held[COPIED]:,} in copies: {share:.3f} of them."]
     return Measured(seconds, [(FORKED, other) for other in [*works][1:]], left_out=left_out, notes=notes)
@@ -211,21 +222,23 @@ def decode_forked(setting: Setting, length: int) -> Measured:
 def decode_attention_after_eviction(setting: Setting, length: int) -> Measured:
     """The attention of one token in all layers after a prompt of which most is dropped, against the full cache."""
     batch, model = decoding_rows(setting, length), random_models(setting, length, is_whole=False)["PoD"]
-    prompt, new = setting.states(1, length), setting.states(batch, 1)
+    prompt, (q, k, v) = setting.states(1, length), setting.states(batch, 1)
     works: Works = {}
     amounts = {}
+
+    def evicted(method: str) -> pod.PodCache:
+        cache = pod.PodCache(model.config, setting.room(length), pod.eviction.parse(method))
+        attend(cache, model, *prompt)
+        cache.batch_repeat_interleave(batch)  # rows alike, each with its own memory
+        return cache
+
     for method in (None, *setting.eviction):
-        if method is None:
-            cache = filled(setting, model, batch, length)
-        else:
-            cache = pod.PodCache(model.config, setting.room(length), pod.eviction.parse(method))
-            attend(cache, model, *prompt)
-            cache.batch_repeat_interleave(batch)  # rows alike, each with its own memory
-        mine = by_backends(setting, method or "PoD", partial(attend, cache, model, *new))
+        make = partial(evicted, method) if method else partial(filled, setting, model, batch, length)
+        caches = for_backends(setting, make)
+        mine = by_backends(setting, method or "PoD", partial(attend, model=model, q=q, k=k, v=v), caches)
         works |= mine
-        amounts |= dict.fromkeys(mine, (cache.nbytes(), BYTES))
-    del prompt
-    seconds, left_out, notes = setting.measured(works, f"decode attention after {length}", works)
+        amounts |= dict.fromkeys(mine, (caches[""].nbytes(), BYTES))
+    seconds, left_out, notes = setting.measured(works, f"decode attention after {length}", fused(works))
     notes += note_of_rows(batch)
     pairs = [("PoD" + kind, method + kind) for method in setting.eviction for kind in setting.backends]
     return Measured(seconds, pairs, amounts, left_out, notes)
@@ -282,29 +295,40 @@ def _update(setting: Setting, length: int, layers: int) -> Measured:
     row = 2 * layers * KV_HEADS * length * setting.head_dim * setting.dtype.itemsize
     batch = setting.batch or (max(1, UPDATED_BYTES // row) if setting.device == "cuda" else 1)
     room = length + UPDATES * (setting.room(0))
-    caches = {"PodCache": (models["PoD"], new_cache(models["PoD"], room))}
+    concatenation = "concatenation"
+    kinds = {"PodCache": (models["PoD"], None)}
     if layers > 1:
-        caches["PodCache, blocks of one layer"] = models[DENSE], new_cache(models[DENSE], room)
+        kinds["PodCache, blocks of one layer"] = models[DENSE], None
     for budget in CASCADES:
         method = pod.eviction.Cascade(budget=min(budget, length // 8 * 4), sinks=setting.sinks)
-        cache = pod.PodCache(models[DENSE].config, eviction=method)
-        caches[f"cascade:budget={method.budget}"] = models[DENSE], cache
-    concatenation = "concatenation"
-    caches[concatenation] = models[STOCK], new_cache(models[STOCK], room)
-    works = {}
-    for name, (model, cache) in caches.items():
+        kinds[f"cascade:budget={method.budget}"] = models[DENSE], method
+    kinds[concatenation] = models[STOCK], None
+
+    def made(model: PreTrainedModel, method: pod.eviction.Cascade | None) -> Cache:
+        cache = new_cache(model, room) if method is None else pod.PodCache(model.config, eviction=method)
         fill(cache, model, batch, length)
+        if isinstance(cache, pod.PodCache):  # the first attention decides what runs it
+            attend(cache, model, *setting.states(batch, 1))
+        return cache
+
+    works = {}
+    for name, (model, method) in kinds.items():
+        caches = (
+            for_backends(setting, partial(made, model, method)) if name != concatenation else {"": made(model, None)}
+        )
         # A layer's new states, made beforehand as a model would have made them.
         states = setting.random(2, batch, KV_HEADS, 1, setting.head_dim)
-        sums = received(cache, model, batch, 1)
+        sums = received(caches[""], model, batch, 1)
 
-        def work(model=model, cache=cache, states=states, sums=sums) -> None:
+        def work(cache: Cache, model=model, states=states, sums=sums) -> None:
             for _ in range(UPDATES):
                 write(cache, model, *states, sums)
 
-        works |= {name: work} if name == concatenation else by_backends(setting, name, work)
+        is_ours = name != concatenation
+        works |= by_backends(setting, name, work, caches) if is_ours else {name: partial(work, caches[""])}
     ours = [name for name in works if name != concatenation]
-    seconds, left_out, notes = setting.measured(works, f"update at {length}, layers: {layers}", ours)
+    label = f"update at {length}, layers: {layers}"
+    seconds, left_out, notes = setting.measured(works, label, fused(works))
     notes.append(
         f"layers: {layers}, rows: {batch}; a dense cache of {batch * row / 2**30:.3g} GiB; times of {UPDATES} tokens."
     )

@@ -154,7 +154,7 @@ def measured(
     Args:
         works, rounds, device, label, most_seconds: as for `interleaved`.
         graphs: the works whose replays are timed, on a GPU, where a CUDA graph can have them. Where some are named, the
-            others are those that allocate anew at each step.
+            others are those that allocate anew at each step, or read what the host counted.
 
     Returns:
         seconds, left_out and notes of `Measured`.
@@ -171,7 +171,9 @@ def measured(
         notes += [f"{name} is no graph, and timed with Python's starts ({refusal})."] if refusal else []
     if graphs and device == "cuda":  # else a reader would take all for replays
         others = [name for name in good if name not in graphs]
-        notes += [f"{name} is timed with Python's starts, as its memory moves at each step." for name in others]
+        notes += [
+            f"{name} is timed with Python's starts: a replay would read what the host counted." for name in others
+        ]
     return interleaved(good, rounds, device, label, most_seconds), left_out, notes
 
 

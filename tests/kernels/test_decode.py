@@ -616,7 +616,8 @@ def test_large_ragged_slots_in_bfloat16(monkeypatch):
             part.data = torch.randn(part.data.shape, device=DEVICE).bfloat16().to(dtype)
         none = torch.empty(0, 2, 0, 128, dtype=dtype, device=DEVICE)
         index = torch.empty(0, 2, 0, dtype=torch.int32, device=DEVICE)
-        layers[dtype] = LayerSlots((1, 0), 2, values, keys, none, index, index, SINKS, RECENT)
+        near = {"near_positions": index, "near_slots": index}
+        layers[dtype] = LayerSlots((1, 0), 2, values, keys, none, SINKS, RECENT, **near)
     q = torch.randn(2, 8, 1, 128, device=DEVICE).bfloat16()
     options = dict(positions=newest[:, None], table=((table, 0), (table, 1)))
     truth = cached_attention(q.float(), layers[torch.float32], **options)
