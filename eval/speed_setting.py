@@ -82,7 +82,7 @@ class Setting:
 def by_backends(
     setting: Setting, name: str, work: Callable[..., object], caches: dict[str, Cache] | None = None
 ) -> Works:
-    """The work by each backend, under its name in a table; on its own cache, from `for_backends`, where it needs one."""
+    """The work by each backend, under its name in a table; on its own cache of `for_backends`, where it needs one."""
     return {
         name + suffix: by(backend, work if caches is None else partial(work, caches[suffix]))
         for suffix, backend in setting.backends.items()

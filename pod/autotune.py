@@ -14,6 +14,7 @@ not tried again (`--force`), so a run that was stopped goes on. POD_ATTENTION_BA
 
 import argparse
 import datetime
+import importlib.util
 import json
 import os
 import signal
@@ -46,6 +47,7 @@ CANDIDATES: dict[Work, list[Choice]] = {"forward": ATTENTION, "training": ATTENT
 CANDIDATES |= dict.fromkeys(("decode", "serving"), [Choice("fused")])
 SMALLEST, DECODED = 512, 8192  # tokens of the shortest class of attention, and in the cache that is decoded from
 DEVICE = "cuda"
+PACKAGES = {"FA3": "flash_attn_interface", "FA4": "flash_attn"}  # looked for before a process is started
 COMMAND = [sys.executable, "-m", "pod.model.trial"]
 
 
@@ -64,6 +66,9 @@ def tried(trial: Trial, time_limit: float) -> dict[str, Any]:
         trial: what is tried.
         time_limit: seconds, after which the process and what it has started are killed.
     """
+    package = PACKAGES.get(trial.flash)
+    if package is not None and importlib.util.find_spec(package) is None:
+        return {"ratio": None, "reason": f"not installed: there is no package {package}"}
     command = [*COMMAND, json.dumps(asdict(trial))]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, text=True, start_new_session=True, **pipes) as process:

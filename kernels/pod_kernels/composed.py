@@ -15,6 +15,11 @@ from pod_kernels.attention import Group, Problem, Sizes, sequence_groups
 from pod_kernels.flash import Kernel, backward_piece, band_mask, choose_kernel, forward_piece, head_splits
 from pod_kernels.pieces import Piece, plan
 
+# What runs the window. cuDNN has none in torch: its squares took less time than flash attention's window on an H200
+# with 4,080 recent of 32,768 tokens, more with 1,024 of these, and with 4,080 of 8,192 (eval/RESULTS.md).
+WINDOWS = {"flash_cuda": "native", "cudnn": "squares"}
+SMALLEST_SQUARE, FEWEST_SQUARES = 2048, 4
+
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]  # q, k, v, q_distant, k_distant
 
 
@@ -23,44 +28,47 @@ def _cut(inputs: Inputs, sizes: Sizes) -> tuple[Kernel, tuple[Piece, ...], list[
     q, k, v, q_distant, _ = inputs
     kernel = choose_kernel(q, v)
     sink_size, recent_size, _, window_only = sizes
-    has_window = kernel in ("flash_cuda", "cudnn")
-    pieces = plan(q.shape[2], sink_size, recent_size, q_distant is not None, has_window, window_only)
+    window = WINDOWS.get(kernel, "bands")
+    if window == "squares" and (recent_size < SMALLEST_SQUARE or q.shape[2] < FEWEST_SQUARES * recent_size):
+        window = "native"
+    pieces = plan(q.shape[2], sink_size, recent_size, q_distant is not None, window, window_only)
     splits = head_splits(kernel, q.shape[1], k.shape[1])
     return kernel, pieces, splits, band_mask(pieces, recent_size, q.dtype, q.device)
 
 
-def _calls(
-    piece: Piece, asked: list[Tensor], held: list[Tensor], recent_size: int
-) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Views of what each call of a piece takes: all of it, but of a band in chunks one row, its chunks as the rows.
+def _chunks(tensor: Tensor, width: int, step: int) -> Tensor:
+    """[h, T, ..] -> [n, h, width, ..], a view: so many tokens from every `step`-th on."""
+    return tensor.unfold(1, width, step).movedim(1, 0).movedim(-1, 2)
+
+
+def _calls(piece: Piece, asked: list[Tensor], held: list[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Views of what each call of a piece takes: all of it, but of one in chunks a row, its chunks as the rows.
 
     Args:
         asked: [B, h, Tq, ..] each, by query.
         held: [B, h_kv, Tk, D] each, by key.
 
     Returns:
-        [n, h, c, ..] and [n, h_kv, c + recent_size - 1, D] for n chunks of c queries.
+        [n, h, .., ..] and [n, h_kv, .., D] for n chunks.
     """
     if piece.chunks == 1:
         yield asked, held
         return
-    size = piece.chunk
     for row in range(len(held[0])):
-        yield (
-            [x[row].unflatten(1, (piece.chunks, size)).transpose(0, 1) for x in asked],
-            [x[row].unfold(1, size + recent_size - 1, size).permute(1, 0, 3, 2) for x in held],
+        yield tuple(
+            [_chunks(x[row], width, piece.step) for x in given]
+            for given, width in zip((asked, held), piece.widths, strict=True)
         )
 
 
-def _add_chunks(total: Tensor, grads: Tensor, piece: Piece) -> None:
-    """Add what the chunks of a band give [n, h, w, D] to the tokens [h, .., D] from which `_calls` took them.
+def _add_chunks(total: Tensor, grads: Tensor, step: int) -> None:
+    """Add what chunks give [n, h, w, D] to the tokens [h, .., D] from which `_calls` took them.
 
     As many tokens of all chunks at once as no two chunks have in common.
     """
-    size = piece.chunk
-    for first in range(0, grads.shape[2], size):
-        part = grads[:, :, first : first + size]
-        windows = total[:, first:].unfold(1, part.shape[2], size)[:, : piece.chunks].permute(1, 0, 3, 2)
+    for first in range(0, grads.shape[2], step):
+        part = grads[:, :, first : first + step]
+        windows = _chunks(total[:, first:], part.shape[2], step)[: len(grads)]
         windows += part
 
 
@@ -83,7 +91,7 @@ def _forward(inputs: Inputs, sizes: Sizes, want_gate: bool) -> tuple[Tensor, Ten
         for query_heads, kv_heads in splits:
             asked = [x[:, query_heads, rows] for x in (queries, out, lse)]
             held = [x[:, kv_heads, columns] for x in (keys, v)]
-            for (mine, running_out, running_lse), seen in _calls(piece, asked, held, sizes.recent_size):
+            for (mine, running_out, running_lse), seen in _calls(piece, asked, held):
                 piece_out, piece_lse = forward_piece(kernel, piece, mine, *seen, mask, sizes.recent_size, sizes.scale)
                 if piece.first:
                     running_out.copy_(piece_out)
@@ -121,7 +129,7 @@ def _backward(
                     buffers, (query_heads, kv_heads, kv_heads), (rows, columns, columns), strict=True
                 )
             ]
-            for row, ((mine_grad, mine, *merged), seen) in enumerate(_calls(piece, asked, held, sizes.recent_size)):
+            for row, ((mine_grad, mine, *merged), seen) in enumerate(_calls(piece, asked, held)):
                 piece_grads = backward_piece(
                     kernel, piece, mine_grad, mine, *seen, *merged, mask, sizes.recent_size, sizes.scale
                 )
@@ -129,7 +137,7 @@ def _backward(
                     if total is not None and piece.chunks == 1:
                         total += piece_grad
                     elif total is not None:
-                        _add_chunks(total[row], piece_grad, piece)
+                        _add_chunks(total[row], piece_grad, piece.step)
     # One at a time, so that a float32 buffer is freed as soon as it is cast.
     for index, tensor in enumerate(inputs):
         if grads[index] is not None:

@@ -7,13 +7,14 @@ dimension).
 On CUDA torch's own flash attention is FlashAttention 2, as the flash-attn package is. The environment variable
 POD_FLASH_IMPLEMENTATION names another one: "FA3" or "FA4", for whoever has these installed, take its place in torch (as
 with `torch.nn.attention.activate_flash_attention_impl`), and then run all of the process's attention; "cuDNN" takes the
-causal squares, nearly all of the work of long sequences, and leaves the window, which cuDNN has not in torch, and the
-sinks to the flash attention. It plans each new shape anew, and so is for whole sequences of few lengths. "eager" is the
-matmuls, on any device. Without the variable, what `pod.autotune` chose runs; where it is empty, torch's own.
+causal squares, of which a long window is put together too, as cuDNN has none in torch, and leaves the sinks and a short
+window to the flash attention. It plans each new shape anew, and so is for whole sequences of few lengths. "eager" is
+the matmuls, on any device. Without the variable, what `pod.autotune` chose runs; where it is empty, torch's own.
 """
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Literal
 
@@ -95,7 +96,7 @@ def head_splits(kernel: Kernel, heads: int, kv_heads: int) -> list[tuple[slice, 
 
 def band_mask(pieces: tuple[Piece, ...], recent_size: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
     """[c, c + recent_size - 1], 0 or -inf, for the longest chunk, of c queries; others take its top left corner."""
-    chunk = max(piece.chunk for piece in pieces)
+    chunk = max((piece.step for piece in pieces if piece.shape == "band"), default=0)
     if chunk == 0:
         return None
     outside = torch.ones(chunk, chunk + recent_size - 1, dtype=torch.bool, device=device)
@@ -125,6 +126,10 @@ def forward_piece(
     Returns:
         out [B, h, Tq, D], lse [B, h, Tq] in float32 (float64 for float64 inputs).
     """
+    if piece.reversed:
+        q, k, v = (tensor.flip(2) for tensor in (q, k, v))
+        out, lse = forward_piece(kernel, replace(piece, reversed=False), q, k, v, mask, recent_size, scale)
+        return out.flip(2), lse.flip(2)
     if kernel == "eager":
         # Autocast would turn its float32 matmuls back into half precision.
         with torch.autocast(q.device.type, enabled=False):
@@ -137,7 +142,7 @@ def forward_piece(
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, attn_mask=bias, scale=scale
         )
-    if kernel == "cudnn" and causal:
+    if kernel == "cudnn" and causal and q.shape[2] > 1:  # it refuses a single token
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, True, False, scale=scale
         )
@@ -182,6 +187,10 @@ def backward_piece(
     Returns:
         Gradients of q [B, h, Tq, D], k and v [B, h_kv, Tk, D].
     """
+    if piece.reversed:
+        states = [tensor.flip(2) for tensor in (grad_out, q, k, v, out, lse)]
+        grads = backward_piece(kernel, replace(piece, reversed=False), *states, mask, recent_size, scale)
+        return tuple(grad.flip(2) for grad in grads)
     if kernel == "eager":
         # Autocast would turn its float32 matmuls back into half precision.
         with torch.autocast(q.device.type, enabled=False):
@@ -199,7 +208,7 @@ def backward_piece(
             dk, dv = dk.sum(1, keepdim=True, dtype=lse.dtype), dv.sum(1, keepdim=True, dtype=lse.dtype)
         return dq, dk, dv
     # Without dropout the random state is never read, but the operations want a tensor.
-    if kernel == "cudnn" and causal:
+    if kernel == "cudnn" and causal and q.shape[2] > 1:
         unused_state = torch.empty((), dtype=torch.int64, device=q.device)
         return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             grad_out,

@@ -245,8 +245,9 @@ class Rows:
     def add(self, step: Step) -> None:
         """Count what a forward has added."""
         step = step.on(self.lengths.device)
-        self.lengths += (step.positions >= 0).sum(dim=1)
-        self.count(step.new, step.positions.shape[1])
+        columns = step.positions.shape[1]
+        self.lengths += columns if step.all_real else (step.positions >= 0).sum(dim=1)
+        self.count(step.new, columns)
 
     def count(self, new: list[int], columns: int) -> None:
         """Count what the host counts: `new` [B] tokens, in so many columns."""

@@ -372,29 +372,51 @@ def test_autocast_leaves_float32_alone() -> None:
 # The pieces
 
 
-@pytest.mark.parametrize("native_window", [False, True], ids=["bands", "window"])
+@pytest.mark.parametrize("window", ["bands", "native", "squares"])
 @pytest.mark.parametrize("sizes", [(0, 1), (1, 1), (4, 28), (16, 8)], ids=lambda s: f"sinks{s[0]}-recent{s[1]}")
-def test_pieces_cover_every_pair_once(sizes: tuple[int, int], native_window: bool) -> None:
+def test_pieces_cover_every_pair_once(sizes: tuple[int, int], window: str) -> None:
     sink_size, recent_size = sizes
-    for length in (1, 2, 5, sink_size + recent_size, sink_size + recent_size + 1, 100):
+    for length in (1, 2, 5, sink_size + recent_size, sink_size + recent_size + 1, 84, 85, 86, 100):
         column = torch.arange(length)
         distance = column[:, None] - column
         expected = torch.where((column < sink_size) | (distance < recent_size), 1, 100).masked_fill(distance < 0, 0)
         counted = torch.zeros(length, length, dtype=torch.long)
-        for piece in pieces.plan(length, sink_size, recent_size, True, native_window):
-            rows, columns = slice(*piece.queries), slice(*piece.keys)
-            block = counted[rows, columns]
-            assert not piece.first or not counted[rows].any()
-            t, u = torch.arange(block.shape[0])[:, None], torch.arange(block.shape[1])
-            visible = {
-                "full": torch.ones_like(block, dtype=torch.bool),
-                "causal": u <= t,
-                "band": (u >= t) & (u < t + recent_size),
-                "window": (u <= t) & (t - u < recent_size),
-            }[piece.shape]
-            assert piece.shape not in ("causal", "window") or block.shape[0] == block.shape[1]
-            block += visible * (100 if piece.distant else 1)
+        for piece in pieces.plan(length, sink_size, recent_size, True, window):
+            assert not piece.first or not counted[slice(*piece.queries)].any()
+            for first in range(0, piece.chunks * piece.step or 1, piece.step or 1):
+                rows, columns = (
+                    slice(start + first, start + first + width)
+                    for (start, _), width in zip((piece.queries, piece.keys), piece.widths, strict=True)
+                )
+                block = counted[rows, columns]
+                t, u = torch.arange(block.shape[0])[:, None], torch.arange(block.shape[1])
+                if piece.reversed:
+                    t, u = t.flip(0), u.flip(0)
+                visible = {
+                    "full": torch.ones_like(block, dtype=torch.bool),
+                    "causal": u <= t,
+                    "band": (u >= t) & (u < t + recent_size),
+                    "window": (u <= t) & (t - u < recent_size),
+                }[piece.shape]
+                assert piece.shape not in ("causal", "window") or block.shape[0] == block.shape[1] > 0
+                block += visible * (100 if piece.distant else 1)
         assert torch.equal(counted, expected), length
+
+
+@pytest.mark.parametrize("share", ["scores", "keys"])
+@pytest.mark.parametrize("length", [57, 84, 85, 86, 150])
+@pytest.mark.parametrize("kernel", ["flash_cpu", "eager"])
+def test_a_window_of_squares(kernel: str, length: int, share: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As cuDNN has it: chunks of 28, a short one, and one of a single token."""
+    options = {"sink_size": 4, "recent_size": 28, "lengths": torch.tensor([length, length - 20])}
+    leaves = make_leaves(length, 2, batch=2)
+    truth = run(reference.shared_score_attention, leaves, share, **options)
+    monkeypatch.setattr(composed, "choose_kernel", lambda q, v: kernel)
+    monkeypatch.setattr(composed, "WINDOWS", {kernel: "squares"})
+    monkeypatch.setattr(composed, "SMALLEST_SQUARE", 1)
+    monkeypatch.setattr(composed, "FEWEST_SQUARES", 1)
+    assert any(piece.reversed for piece in composed._cut(tuple(leaves), composed.Sizes(4, 28, 1.0, False))[1])
+    assert_close(run(composed_attention, leaves, share, **options), truth)
 
 
 @pytest.mark.parametrize("recent_size", [8, 28, 60, 4080])
@@ -627,5 +649,7 @@ class TestOnGpu:
     def test_cudnn(self, kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
         """Its backward is given the merged output and log-sum-exp, as flash attention's is."""
         monkeypatch.setenv(flash.FLASH_VARIABLE, flash.CUDNN)
-        for name, (error, eager_error) in half_errors(700, kv_heads, "scores", (4, 128), "cuda").items():
-            assert error <= 2 * eager_error + 1e-6, f"{name}: {error:.1e}, eager bfloat16: {eager_error:.1e}"
+        monkeypatch.setattr(composed, "SMALLEST_SQUARE", 1)
+        for length in (700, 640, 641, 133):
+            for name, (error, eager_error) in half_errors(length, kv_heads, "scores", (4, 128), "cuda").items():
+                assert error <= 2 * eager_error + 1e-6, f"{name}: {error:.1e}, eager bfloat16: {eager_error:.1e}"

@@ -19,6 +19,7 @@ from pod_kernels.triton.softmax import LN_2
 # Tests on the interpreter take smaller ones: None chooses by head dimension and device.
 BLOCK: int | None = None
 SPLITS: int | None = None
+WARPS, STAGES = 4, 2  # of a program that attends
 
 NUMBERS = 5  # of each part: maximum, sum, its distant share; maximum and sum of what the output takes
 
@@ -78,43 +79,42 @@ def leave(parts, unit, split, most, total, total_distant, sums, HAS_NUMBERS: tl.
 
 
 @triton.jit
-def _merge(parts, order, out, lse, gate, CUT: tl.constexpr):
-    """Grid (B, H_kv): one row's query heads of one KV head, their parts in order."""
+def _merge(parts, order, out, lse, gate, CUT: tl.constexpr, TOGETHER: tl.constexpr):
+    """Grid (B, H_kv, G): one query head, the numbers of its parts at once and their sums so many at a time."""
     sums_of, numbers = parts
-    row, place = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, place, group = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     kv_head = place
     if order is not None:
         kv_head = tl.load(order + place).to(tl.int32)
-    lane, dim = tl.arange(0, CUT.lanes), tl.arange(0, CUT.dim_2)
-    is_lane = lane < CUT.groups
-    unit = row * CUT.kv_heads + place
-    head = (row * CUT.kv_heads + kv_head) * CUT.groups + lane
+    first = (row * CUT.kv_heads + place) * CUT.splits
+    head = (row * CUT.kv_heads + kv_head) * CUT.groups + group
 
-    most = all_numbers(numbers, unit, 0, float("-inf"), CUT)
+    part = tl.arange(0, CUT.splits_2)
+    at, inside = numbers + (first + part) * (5 * CUT.groups) + group, part < CUT.splits
+    most = tl.load(at, mask=inside, other=float("-inf"))
     top = tl.max(most, 0)
-    factors = tl.exp2(most - tl.where(top == float("-inf"), 0.0, top)[None, :])
-    mass = tl.sum(factors * all_numbers(numbers, unit, 1, 0.0, CUT), 0)
-    distant_mass = tl.sum(factors * all_numbers(numbers, unit, 2, 0.0, CUT), 0)
+    factors = tl.exp2(most - tl.where(top == float("-inf"), 0.0, top))
+    mass = tl.sum(factors * tl.load(at + CUT.groups, mask=inside, other=0.0), 0)
+    distant_mass = tl.sum(factors * tl.load(at + 2 * CUT.groups, mask=inside, other=0.0), 0)
     is_some = mass > 0
     mass = tl.where(is_some, mass, 1.0)
-    tl.store(lse + head, tl.where(is_some, (top + tl.log2(mass)) * LN_2, float("-inf")), mask=is_lane)
-    tl.store(gate + head, 1.0 - distant_mass / mass, mask=is_lane)
+    tl.store(lse + head, tl.where(is_some, (top + tl.log2(mass)) * LN_2, float("-inf")))
+    tl.store(gate + head, 1.0 - distant_mass / mass)
 
-    top = tl.max(all_numbers(numbers, unit, 3, float("-inf"), CUT), 0)
+    top = tl.max(tl.load(at + 3 * CUT.groups, mask=inside, other=float("-inf")), 0)
     top = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.full([CUT.lanes], 0.0, tl.float32)
-    sums = tl.full([CUT.lanes, CUT.dim_2], 0.0, tl.float32)
-    for index in range(0, CUT.splits):
-        part = unit * CUT.splits + index
-        at = part * (5 * CUT.groups) + lane
-        factor = tl.exp2(tl.load(numbers + at + 3 * CUT.groups, mask=is_lane, other=float("-inf")) - top)
-        total += factor * tl.load(numbers + at + 4 * CUT.groups, mask=is_lane, other=0.0)
+    total, sums = 0.0, tl.full([CUT.dim_2], 0.0, tl.float32)
+    for start in range(0, CUT.splits, TOGETHER):
+        part = start + tl.arange(0, TOGETHER)
+        at, inside = numbers + (first + part) * (5 * CUT.groups) + group, part < CUT.splits
+        factors = tl.exp2(tl.load(at + 3 * CUT.groups, mask=inside, other=float("-inf")) - top)
+        total += tl.sum(factors * tl.load(at + 4 * CUT.groups, mask=inside, other=0.0), 0)
         # A part that counts nothing is not read.
-        taken = is_lane & (factor > 0)
-        sums += factor[:, None] * vectors(sums_of, (part * CUT.groups + lane) * CUT.dim, taken, CUT.dim, CUT.dim_2)
-    sums = (sums / tl.where(total > 0, total, 1.0)[:, None]).to(out.dtype.element_ty)
-    inside = is_lane[:, None] & (dim < CUT.dim)[None, :]
-    tl.store(out + head[:, None] * CUT.dim + dim[None, :], sums, mask=inside)
+        found = ((first + part) * CUT.groups + group) * CUT.dim
+        sums += tl.sum(factors[:, None] * vectors(sums_of, found, factors > 0, CUT.dim, CUT.dim_2), 0)
+    dim = tl.arange(0, CUT.dim_2)
+    sums = (sums / tl.where(total > 0, total, 1.0)).to(out.dtype.element_ty)
+    tl.store(out + head * CUT.dim + dim, sums, mask=dim < CUT.dim)
 
 
 def tiles(q: Tensor, kv_heads: int, length: int, near: int) -> Tiles:
@@ -166,5 +166,6 @@ class Parts:
         out, places = torch.empty_like(q), self.tiles.kv_heads if order is None else len(order)
         lse = torch.empty(*q.shape[:2], 1, dtype=torch.float32, device=q.device)
         gate = torch.empty_like(lse)
-        _merge[len(q), places]((self.sums, self.numbers), order, out, lse, gate, CUT=self.tiles, num_warps=4)
+        parts, cut = (self.sums, self.numbers), self.tiles
+        _merge[len(q), places, cut.groups](parts, order, out, lse, gate, cut, min(16, cut.splits_2), num_warps=4)
         return out, lse, gate
