@@ -38,7 +38,7 @@ WHOLE, LOGITS, VALUES = 0, 1, 2  # phases of `_attend`
 
 
 class Role(NamedTuple):
-    """What one launch of `_attend` does.
+    """What the programs of a head do in a launch of `_attend`.
 
     Attributes:
         is_anchor: of the heads' own keys; else proximal tokens have their own, and distant ones the anchor's.
@@ -180,22 +180,11 @@ def _distant(
 
 
 @triton.jit
-def _attend(
-    queries,
-    keys,
-    values,
-    held,
-    near,
-    scores,
-    weights,
-    parts,
-    rows,
-    firsts,
-    sizes,
-    ROLE: tl.constexpr,
+def _attend_as(
+    queries, keys, values, held, near, scores, weights, parts, rows, firsts, sizes, ROLE: tl.constexpr,
     CUT: tl.constexpr,
-):
-    """Grid (B, heads of this launch, the parts; in phase 2 the distant ones alone)."""
+):  # fmt: skip
+    """What one program of `_attend` does in its head's role."""
     row, index, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     q, far = queries
     positions, order, capacities = rows
@@ -245,6 +234,25 @@ def _attend(
         )
     has_sums = (ROLE.phase != 1) | (split < ROLE.near_splits)
     leave(parts, unit, split, most, total, total_distant, sums, ROLE.phase != 2, has_sums, CUT)
+
+
+@triton.jit
+def _attend(
+    queries, keys, values, held, near, scores, weights, parts, rows, firsts, sizes, OWN: tl.constexpr,
+    OTHER: tl.constexpr, CUT: tl.constexpr,
+):  # fmt: skip
+    """Grid (B, heads of this launch, the parts; in phase 2 the distant ones alone).
+
+    Anchors are in the role OWN, the others in OTHER; None where a launch has none of these.
+    """
+    if OTHER is None:
+        _attend_as(queries, keys, values, held, near, scores, weights, parts, rows, firsts, sizes, OWN, CUT)
+    elif OWN is None:
+        _attend_as(queries, keys, values, held, near, scores, weights, parts, rows, firsts, sizes, OTHER, CUT)
+    elif firsts[0] + tl.program_id(1) < firsts[3]:
+        _attend_as(queries, keys, values, held, near, scores, weights, parts, rows, firsts, sizes, OWN, CUT)
+    else:
+        _attend_as(queries, keys, values, held, near, scores, weights, parts, rows, firsts, sizes, OTHER, CUT)
 
 
 class HeadRun(NamedTuple):
@@ -321,32 +329,39 @@ def cached_decode(asked: "_Asked") -> tuple[Tensor, Tensor, Tensor, Tensor | Non
         head_stride, row_stride, group_stride = scores.stride()[:3]
         workspace = scores, score_mask, group_stride, head_stride, row_stride
 
-    def launch(run: HeadRun, is_anchor: bool, phase: int) -> None:
+    def launch(run: HeadRun, phase: int, has_own: bool, has_other: bool) -> None:
+        """Of anchors, of other heads, or of both: these have left the other heads' logits in the workspace before."""
         from_keys = run.keys is not None and phase != VALUES
-        role = Role(is_anchor, from_keys, table is not None, phase, 0 if is_anchor else cut.near_splits)
-        _attend[batch, run.count, cut.splits - role.near_splits if phase == VALUES else cut.splits](
-            (q, q if is_anchor else far),
+        is_packed, near_splits = table is not None, cut.near_splits
+        own = Role(True, True, is_packed, phase, 0) if has_own else None
+        other = Role(False, from_keys and not has_own, is_packed, phase, near_splits) if has_other else None
+        _attend[batch, run.count, cut.splits - near_splits if phase == VALUES else cut.splits](
+            (q, q if has_own else far),
             segments_of(run.keys or layer.values),
             segments_of(layer.values),
             segments_of(run.held or layer.values),
             near,
-            workspace if score_mask or not from_keys else None,
-            (weights, weights.shape[-1]) if is_anchor and weights is not None else None,
+            workspace if score_mask or (has_other and not other.from_keys) else None,
+            (weights, weights.shape[-1]) if has_own and weights is not None else None,
             (split.sums, split.numbers, counts),
             (positions, layer.index, layer.values.capacities),
             (run.first, run.first_key, run.first_held, anchors),
             sizes,
-            ROLE=role,
+            OWN=own,
+            OTHER=other,
             CUT=cut,
             num_warps=splits.WARPS,
             num_stages=splits.STAGES,
         )
 
-    for run in anchor_runs:
-        launch(run, True, WHOLE)
-    for run in shared_runs:
-        for phase in (LOGITS, VALUES) if skips else (WHOLE,):
-            launch(run, False, phase)
+    if scores is not None and not skips and shared_runs and len(anchor_runs) == 1:
+        launch(anchor_runs[0]._replace(count=stored), WHOLE, True, True)
+    else:
+        for run in anchor_runs:
+            launch(run, WHOLE, True, False)
+        for run in shared_runs:
+            for phase in (LOGITS, VALUES) if skips else (WHOLE,):
+                launch(run, phase, False, True)
     out, lse, gate = split.merged(q, layer.index)
     if weights is not None:
         anchor_lse = asked.grouped(lse[..., None])[:anchors]
