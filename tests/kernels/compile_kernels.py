@@ -68,9 +68,11 @@ def main() -> None:
     options = dict(
         q_distant=None, distant_keys=(), scale=0.1, scores=given["scores"], score_heads=(1,), stats=SkipStats()
     )
-    for tau in (None, 0.5):
+    # As few parts as tests take, and as many as a GPU does: a loop over them is another one.
+    for tau, splits.SPLITS in ((None, 4), (0.5, 4), (None, 64), (0.5, 64)):
         sharing = dict(table=None, tau=tau, return_weights=False)
         cached_attention(given["q"], layer, positions=positions, by_kernels=True, **sharing, **options)
+    splits.SPLITS = 4
     update.append(layer, half(2, 2, 1, 128), half(2, 2, 1, 128), positions)
 
     packed, table = cases.make_packed(cases.SLOTS["ragged"], 1)

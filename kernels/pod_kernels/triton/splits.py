@@ -96,22 +96,22 @@ def _merge(parts, order, out, lse, gate, CUT: tl.constexpr, TOGETHER: tl.constex
     factors = tl.exp2(most - tl.where(top == float("-inf"), 0.0, top))
     mass = tl.sum(factors * tl.load(at + CUT.groups, mask=inside, other=0.0), 0)
     distant_mass = tl.sum(factors * tl.load(at + 2 * CUT.groups, mask=inside, other=0.0), 0)
-    is_some = mass > 0
-    mass = tl.where(is_some, mass, 1.0)
-    tl.store(lse + head, tl.where(is_some, (top + tl.log2(mass)) * LN_2, float("-inf")))
+    counted = tl.where(mass > 0, (top + tl.log2(mass)) * LN_2, float("-inf"))
+    mass = tl.where(mass > 0, mass, 1.0)
+    tl.store(lse + head, counted)
     tl.store(gate + head, 1.0 - distant_mass / mass)
 
     top = tl.max(tl.load(at + 3 * CUT.groups, mask=inside, other=float("-inf")), 0)
     top = tl.where(top == float("-inf"), 0.0, top)
     total, sums = 0.0, tl.full([CUT.dim_2], 0.0, tl.float32)
     for start in range(0, CUT.splits, TOGETHER):
-        part = start + tl.arange(0, TOGETHER)
-        at, inside = numbers + (first + part) * (5 * CUT.groups) + group, part < CUT.splits
-        factors = tl.exp2(tl.load(at + 3 * CUT.groups, mask=inside, other=float("-inf")) - top)
-        total += tl.sum(factors * tl.load(at + 4 * CUT.groups, mask=inside, other=0.0), 0)
+        some = start + tl.arange(0, TOGETHER)
+        here, is_some = numbers + (first + some) * (5 * CUT.groups) + group, some < CUT.splits
+        factor = tl.exp2(tl.load(here + 3 * CUT.groups, mask=is_some, other=float("-inf")) - top)
+        total += tl.sum(factor * tl.load(here + 4 * CUT.groups, mask=is_some, other=0.0), 0)
         # A part that counts nothing is not read.
-        found = ((first + part) * CUT.groups + group) * CUT.dim
-        sums += tl.sum(factors[:, None] * vectors(sums_of, found, factors > 0, CUT.dim, CUT.dim_2), 0)
+        found = ((first + some) * CUT.groups + group) * CUT.dim
+        sums += tl.sum(factor[:, None] * vectors(sums_of, found, factor > 0, CUT.dim, CUT.dim_2), 0)
     dim = tl.arange(0, CUT.dim_2)
     sums = (sums / tl.where(total > 0, total, 1.0)).to(out.dtype.element_ty)
     tl.store(out + head * CUT.dim + dim, sums, mask=dim < CUT.dim)
