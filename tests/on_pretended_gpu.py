@@ -15,7 +15,7 @@ from speed_setting import Setting
 from test_model import left_padded, tiny_model
 
 import pod
-from pod_kernels import dispatch, shared_score_attention
+from pod_kernels import composed, dispatch, shared_score_attention
 
 METHODS = [
     "snapkv:budget=12,window=4",
@@ -139,16 +139,16 @@ PLACEMENTS = {
 }
 
 
-def attended(device: str, dtype: torch.dtype, placement: dict, backend: str) -> list[torch.Tensor]:
-    """out, lse, gate and all gradients of attention to 37 tokens."""
+def attended(device: str, dtype: torch.dtype, placement: dict, backend: str, tokens: int = 37) -> list[torch.Tensor]:
+    """out, lse, gate and all gradients of attention to so many tokens."""
     generator = torch.Generator().manual_seed(0)
-    sizes = [(3, 4, 37, 16), (3, 2, 37, 16), (3, 2, 37, 16), (3, 4, 37, 16), (3, 2, 37, 16)]
+    sizes = [(3, heads, tokens, 16) for heads in (4, 2, 2, 4, 2)]
     leaves = [torch.randn(size, generator=generator).to(device, dtype).requires_grad_() for size in sizes]
     placement = {name: value.to(device) for name, value in placement.items()}
     results = shared_score_attention(
         *leaves, sink_size=3, recent_size=8, return_lse=True, return_gate=True, backend=backend, **placement
     )
-    weight = torch.linspace(-1, 1, 37, device=device)[:, None]
+    weight = torch.linspace(-1, 1, tokens, device=device)[:, None]
     grads = torch.autograd.grad((results[0].float() * weight).sum(), leaves)
     return [plain(part.detach()).float() for part in (*results, *grads)]
 
@@ -165,6 +165,28 @@ def test_composed_attention(dtype, flash, placement, monkeypatch):
         torch.testing.assert_close(one, other, atol=1e-5 if dtype == torch.float32 else 0.1, rtol=0)
     called = ("_flash_attention_backward", "_scaled_dot_product_cudnn_attention_backward")
     assert [CALLED[name] > 0 for name in called] == [dtype == torch.bfloat16, flash == "cuDNN"]
+
+
+@pytest.mark.parametrize("tokens", [37, 33, 32, 12])
+def test_a_window_of_squares_by_cudnn(tokens, monkeypatch):
+    """The last square of 33 tokens, and the distant one of 12, is of one token, which cuDNN refuses."""
+    monkeypatch.setenv("POD_FLASH_IMPLEMENTATION", "cuDNN")
+    monkeypatch.setattr(composed, "SMALLEST_SQUARE", 1)
+    monkeypatch.setattr(composed, "FEWEST_SQUARES", 1)
+    expected = attended("cpu", torch.float32, {}, "reference", tokens)
+    for one, other in zip(attended("cuda", torch.bfloat16, {}, "composed", tokens), expected, strict=True):
+        torch.testing.assert_close(one, other, atol=0.1, rtol=0)
+
+
+@pytest.mark.parametrize("share", ["scores", "window"])
+def test_decoding_by_torch_lets_cudnn_plan_nothing(share):
+    """It would at each token, as each has another number of keys."""
+    _, model = models(share=share)
+    dense = pod.convert(tiny_model("llama", num_hidden_layers=2), pod.LayerBlocks.dense(2, 2), 2, 5).to("cuda")
+    CALLED.clear()
+    for one in (model, dense):
+        one.generate(torch.ones(1, 9, dtype=torch.long).to("cuda"), max_new_tokens=3, do_sample=False)
+    assert CALLED["cuDNN may plan"] == 0 and "cuDNN may plan" in CALLED
 
 
 def test_speed_of_attention_by_flash_attention_and_by_cudnn(monkeypatch):

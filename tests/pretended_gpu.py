@@ -271,6 +271,7 @@ def _listed(index):
 
 
 def _dense_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    CALLED["cuDNN may plan"] += torch.backends.cuda.cudnn_sdp_enabled()
     if enable_gqa:
         k, v = (states.repeat_interleave(q.shape[-3] // states.shape[-3], -3) for states in (k, v))
     logits = (q @ k.transpose(-1, -2)).float() * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -328,6 +329,8 @@ def _flash_backward(grad_out, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dro
 
 def _cudnn_forward(q, k, v, bias, compute_lse, dropout=0.0, causal=False, debug=False, *, scale):
     assert bias is None and compute_lse and causal
+    if q.shape[2] == k.shape[2] == 1:
+        raise RuntimeError("cuDNN Frontend error: s_q = s_kv = 1 is not supported.")
     states = (part.transpose(1, 2) for part in (q, k, v))
     out, lse, *rest = _flash_forward(*states, None, None, q.shape[2], k.shape[2], dropout, causal, debug, scale=scale)
     return out.transpose(1, 2), lse[..., None], None, None, q.shape[2], k.shape[2], *rest

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad
 
 from pod_kernels.dispatch import runs_triton
+from pod_kernels.flash import sdpa
 from pod_kernels.segments import MAX_LOGITS, HeadOf, LayerSlots, Piece, products, weighted
 from pod_kernels.skipping import SkipStats, attend_skipping
 
@@ -341,7 +342,7 @@ def _plain_attention(q: Tensor, layer: LayerSlots, unused: int, scale: float | N
     for piece in pieces:
         here = slice(piece.row, piece.row + piece.rows), slice(piece.head, piece.head + piece.heads)
         held = (part.view(piece)[:, :, : piece.capacity - unused] for part in (layer.keys, layer.values))
-        found = scaled_dot_product_attention(asked[here], *(part.transpose(0, 1) for part in held), scale=scale)
+        found = sdpa(asked[here], *(part.transpose(0, 1) for part in held), scale=scale)
         if len(pieces) == 1:
             return found.flatten(1, 2)[:, :, None]
         out[here] = found

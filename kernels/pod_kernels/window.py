@@ -4,7 +4,8 @@ Legend: B rows, H query heads, W KV heads, T queries, N keys, D head dimension.
 """
 
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+
+from pod_kernels.flash import sdpa
 
 
 def window_mask(known: Tensor, positions: Tensor, sink_size: int, recent_size: int) -> Tensor:
@@ -33,5 +34,5 @@ def window_attention(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, is_p
         [B, H, T, D], zero at padding.
     """
     is_grouped = keys.shape[1] != q.shape[1]
-    out = scaled_dot_product_attention(q, keys, values, seen, scale=scale, enable_gqa=is_grouped)
+    out = sdpa(q, keys, values, seen, scale=scale, enable_gqa=is_grouped)
     return out.masked_fill(is_padding, 0)
