@@ -9,7 +9,7 @@
 #   make test-vllm  serving, in vLLM's own environment, .venv-vllm (4 GB): docs/SERVE.md
 #   make lint       ruff: rules and format
 #   make site       the documentation: build/site/index.html
-#   make gpu        on a machine with a GPU: its tests, then every speed suite, 8 minutes: runs/speed/speed.md
+#   make gpu        on a machine with a GPU: its tests, then every speed suite: runs/speed/speed.md
 
 PYTHON ?= python3
 BIN := .venv/bin
