@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from pod_kernels.dispatch import runs_triton
-from pod_kernels.flash import sdpa
-from pod_kernels.segments import MAX_LOGITS, HeadOf, LayerSlots, Piece, products, weighted
+from pod_kernels.segments import MAX_LOGITS, HeadOf, LayerSlots, Piece, products, sdpa, weighted
 from pod_kernels.skipping import SkipStats, attend_skipping
 
 LOWEST = torch.finfo(torch.float32).min

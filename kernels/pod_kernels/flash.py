@@ -21,8 +21,6 @@ from typing import Literal
 import torch
 import torch.nn.attention
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 from pod_kernels.dispatch import FLASH_VARIABLE, chosen, shape_class
 from pod_kernels.pieces import Piece
@@ -32,23 +30,6 @@ Kernel = Literal["flash_cpu", "flash_cuda", "cudnn", "eager"]
 # Logits that the eager kernel holds at once.
 EAGER_LOGITS = 2**23
 CUDNN, EAGER = "cuDNN", "eager"
-
-
-def sdpa(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, scale: float, enable_gqa: bool = False
-) -> Tensor:
-    """torch's attention, for what is called with another number of keys each time.
-
-    On the newest GPUs torch asks cuDNN first, which plans each new shape: on an H200 with torch 2.11 a decoded token
-    took 66 ms so, and 7 with plans at hand (eval/RESULTS.md).
-
-    Args:
-        q, k, v, mask, scale, enable_gqa: as `torch.nn.functional.scaled_dot_product_attention` takes them.
-    """
-    if not q.is_cuda:
-        return scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=enable_gqa)
-    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
-        return scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=enable_gqa)
 
 
 def choose_kernel(q: Tensor, v: Tensor) -> Kernel:

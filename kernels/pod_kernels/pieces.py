@@ -17,7 +17,7 @@ that is fast for causal squares alone multiplies no pair in vain then.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal
 
 # Shorter chunks of the band waste fewer masked pairs; below this many queries torch's CPU kernel gains nothing.
@@ -48,7 +48,7 @@ class Piece:
     step: int = 0
     reversed: bool = False
 
-    @property
+    @cached_property
     def widths(self) -> tuple[int, int]:
         """Queries and keys of one chunk."""
         return tuple(stop - start - (self.chunks - 1) * self.step for start, stop in (self.queries, self.keys))

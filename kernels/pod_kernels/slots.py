@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from pod_kernels.dispatch import runs_triton
-from pod_kernels.flash import sdpa
-from pod_kernels.segments import CPU_NUMBERS, MAX_LOGITS, products, weighted
+from pod_kernels.segments import CPU_NUMBERS, MAX_LOGITS, products, sdpa, weighted
 
 # Logits that one part of the work may materialise on a CPU: what fits its caches.
 CPU_LOGITS = 2**20

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from pod_kernels.attention import sequence_groups
-from pod_kernels.flash import sdpa
-from pod_kernels.segments import MAX_LOGITS, products
+from pod_kernels.segments import MAX_LOGITS, products, sdpa
 
 CHUNK = 256  # queries of a window that look at keys together: each reads as many keys too many
 

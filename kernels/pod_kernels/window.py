@@ -5,7 +5,7 @@ Legend: B rows, H query heads, W KV heads, T queries, N keys, D head dimension.
 
 from torch import Tensor
 
-from pod_kernels.flash import sdpa
+from pod_kernels.segments import sdpa
 
 
 def window_mask(known: Tensor, positions: Tensor, sink_size: int, recent_size: int) -> Tensor:
