@@ -98,8 +98,8 @@ def _forward(inputs: Inputs, sizes: Sizes, want_gate: bool) -> tuple[Tensor, Ten
                     running_lse.copy_(piece_lse)
                 else:
                     merged = torch.logaddexp(running_lse, piece_lse)
-                    running_out.mul_((running_lse - merged).exp_()[..., None])
-                    running_out.addcmul_(piece_out, (piece_lse - merged).exp_()[..., None])
+                    share = (piece_lse - merged).exp_()[..., None]
+                    running_out.lerp_(piece_out.to(running_out.dtype), share)
                     running_lse.copy_(merged)
     return out.to(q.dtype), lse, lse_proximal
 
