@@ -25,10 +25,10 @@ and, never part of `all`, a real model's weights on a CPU, in float32 or with `-
 
 Each by torch's operations and, on a GPU, by the fused kernels, attention also by cuDNN. The works take turns, round
 after round, and a ratio is the median over the rounds of one's time by the other's in the same round: a busy machine
-slows all alike. On a GPU, time is between two CUDA events, the L2 cache emptied before; decoding and storing are
-replays of a CUDA graph, and the page says where they could not be captured. Where a work's operations or bytes are
-known, its rate is printed too, with its share of what a large product or copy reached in the same run. With one thread
-(OMP_NUM_THREADS=1) a CPU's seconds are the process's own. Where only
+slows all alike. On a GPU, time is between two CUDA events, the L2 cache emptied before; decoding and storing by
+the fused kernels are replays of a CUDA graph, and the page says where they could not be captured. Where a work's
+operations or bytes are known, its rate is printed too, with its share of what a large product or copy reached in the
+same run. With one thread (OMP_NUM_THREADS=1) a CPU's seconds are the process's own. Where only
 attention or storing is measured the cache is filled with random keys and values, without running the model.
 
 Writes speed-SUITE.json after every measurement, then speed.md, and prints it; at its end are the goals. A run that was

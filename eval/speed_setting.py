@@ -71,8 +71,8 @@ class Setting:
         return {"": "composed", FUSED: "fused"} if self.device == "cuda" and self.has_kernels else {"": "composed"}
 
     def room(self, length: int) -> int:
-        """Tokens of a cache that holds `length` and is decoded from by every backend."""
-        return length + len(self.backends) * (self.rounds + 4)  # the first run, one that looks, a capture, a replay
+        """Tokens of a cache that holds `length` and is decoded from in every round."""
+        return length + self.rounds + 5  # and before: two first runs, one that looks, a capture, a replay
 
     def measured(self, works: Works, label: str, graphs: Any = ()) -> tuple:
         """`timing.measured` with these rounds, on this device."""

@@ -160,7 +160,8 @@ def decode_attention_skipping(setting: Setting, length: int) -> Measured:
     label = f"decode attention with tau at {length}"
     seconds, left_out, notes = setting.measured(works, label, fused(works))
     notes += note_of_rows(batch)
-    stats, whole = caches[""].stats, caches[""].nbytes()
+    stats = next((cache.stats for cache in caches.values() if cache.stats.decisions), caches[""].stats)
+    whole = caches[""].nbytes()
     unread = stats.unread_values / max(1, stats.distant_values)
     distant = max(0, length - setting.sinks - setting.recent) * batch * setting.head_dim * setting.dtype.itemsize
     shared = int((~model.config.blocks.is_anchor).sum())

@@ -172,7 +172,8 @@ def measured(
     if graphs and device == "cuda":  # else a reader would take all for replays
         others = [name for name in good if name not in graphs]
         notes += [
-            f"{name} is timed with Python's starts: a replay would read what the host counted." for name in others
+            f"{name} is timed with Python's starts, as it allocates or reads what the host has counted."
+            for name in others
         ]
     return interleaved(good, rounds, device, label, most_seconds), left_out, notes
 

@@ -47,7 +47,7 @@ CANDIDATES: dict[Work, list[Choice]] = {"forward": ATTENTION, "training": ATTENT
 CANDIDATES |= dict.fromkeys(("decode", "serving"), [Choice("fused")])
 SMALLEST, DECODED = 512, 8192  # tokens of the shortest class of attention, and in the cache that is decoded from
 DEVICE = "cuda"
-PACKAGES = {"FA3": "flash_attn_interface", "FA4": "flash_attn"}  # looked for before a process is started
+PACKAGES = {"FA3": "flash_attn_interface", "FA4": "flash_attn"}  # without which no process is started
 COMMAND = [sys.executable, "-m", "pod.model.trial"]
 
 

@@ -206,6 +206,9 @@ def said(monkeypatch, code: str) -> None:
 
 def test_a_process_that_does_not_end_well(monkeypatch):
     said(monkeypatch, "import os; os.abort()")
+    monkeypatch.setattr(autotune, "PACKAGES", {"FA3": "no_such_package"})
+    found = autotune.tried(replace(TRIAL, backend="composed", flash="FA3"), 60)
+    assert found == {"ratio": None, "reason": "not installed: there is no package no_such_package"}
     assert autotune.tried(TRIAL, 60)["reason"].startswith("the process ended with SIGABRT: ")
     said(monkeypatch, "import sys; sys.exit('CUDA error: no kernel image')")
     assert autotune.tried(TRIAL, 60)["reason"] == "the process ended with exit status 1: CUDA error: no kernel image"

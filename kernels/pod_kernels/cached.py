@@ -13,14 +13,16 @@ so proximal and distant mean the same whether tokens were evicted or not.
 segments of one size at once.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from pod_kernels.dispatch import runs_triton
-from pod_kernels.segments import MAX_LOGITS, HeadOf, LayerSlots, Piece, products, sdpa, weighted
+from pod_kernels.segments import MAX_LOGITS, HeadOf, LayerSlots, Piece, products, weighted
 from pod_kernels.skipping import SkipStats, attend_skipping
 
 LOWEST = torch.finfo(torch.float32).min
@@ -338,14 +340,31 @@ def _plain_attention(q: Tensor, layer: LayerSlots, unused: int, scale: float | N
     batch, _, _, dim = q.shape
     asked = q.view(batch, len(layer.order), -1, dim)  # a KV head's query heads as that many queries
     out, pieces = torch.empty_like(asked), layer.values.pieces
-    for piece in pieces:
-        here = slice(piece.row, piece.row + piece.rows), slice(piece.head, piece.head + piece.heads)
-        held = (part.view(piece)[:, :, : piece.capacity - unused] for part in (layer.keys, layer.values))
-        found = sdpa(asked[here], *(part.transpose(0, 1) for part in held), scale=scale)
-        if len(pieces) == 1:
-            return found.flatten(1, 2)[:, :, None]
-        out[here] = found
+    with _without_cudnn(q):
+        for piece in pieces:
+            here = slice(piece.row, piece.row + piece.rows), slice(piece.head, piece.head + piece.heads)
+            held = (part.view(piece)[:, :, : piece.capacity - unused] for part in (layer.keys, layer.values))
+            found = scaled_dot_product_attention(asked[here], *(part.transpose(0, 1) for part in held), scale=scale)
+            if len(pieces) == 1:
+                return found.flatten(1, 2)[:, :, None]
+            out[here] = found
     return out.flatten(1, 2)[:, :, None]
+
+
+@contextmanager
+def _without_cudnn(q: Tensor) -> Iterator[None]:
+    """In the block torch does not ask cuDNN for attention, which plans anew for each number of keys.
+
+    The newest GPUs are asked that first: on an H200 with torch 2.11 a token took 66 ms so (eval/RESULTS.md).
+    """
+    asks = q.is_cuda and torch.backends.cuda.cudnn_sdp_enabled()
+    if asks:
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        if asks:
+            torch.backends.cuda.enable_cudnn_sdp(True)
 
 
 def attention_weights(q: Tensor, keys: Tensor, key_positions: Tensor, positions: Tensor, scale: float) -> Tensor:

@@ -76,7 +76,7 @@ def _forward(inputs: Inputs, sizes: Sizes, want_gate: bool) -> tuple[Tensor, Ten
     """out in q's dtype, lse, and the proximal keys' own lse, of full sequences."""
     q, k, v, q_distant, k_distant = inputs
     kernel, pieces, splits, mask = _cut(inputs, sizes)
-    if len(pieces) == len(splits) == 1:
+    if len(pieces) == len(splits) == pieces[0].chunks == 1:
         out, lse = forward_piece(kernel, pieces[0], q, k, v, None, sizes.recent_size, sizes.scale)
         return out.to(q.dtype), lse, lse if want_gate else None
     accumulate = torch.promote_types(q.dtype, torch.float32)
@@ -98,8 +98,8 @@ def _forward(inputs: Inputs, sizes: Sizes, want_gate: bool) -> tuple[Tensor, Ten
                     running_lse.copy_(piece_lse)
                 else:
                     merged = torch.logaddexp(running_lse, piece_lse)
-                    share = (piece_lse - merged).exp_()[..., None]
-                    running_out.lerp_(piece_out.to(running_out.dtype), share)
+                    running_out.mul_((running_lse - merged).exp_()[..., None])
+                    running_out.addcmul_(piece_out, (piece_lse - merged).exp_()[..., None])
                     running_lse.copy_(merged)
     return out.to(q.dtype), lse, lse_proximal
 

@@ -16,8 +16,6 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 # Logits that one chunk of queries may materialise; 2**25 float32 numbers are 128 MiB.
 MAX_LOGITS = 2**25
@@ -366,23 +364,6 @@ def weighted(weights: Tensor, values: Tensor) -> Tensor:
     parts = _in_cache(values)
     sums = zip(weights.split(parts[0].shape[2], dim=-1), parts, strict=True)
     return sum(weight @ part.float() for weight, part in sums).to(values.dtype)
-
-
-def sdpa(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, scale: float, enable_gqa: bool = False
-) -> Tensor:
-    """torch's attention, for what is called with another number of keys each time.
-
-    On the newest GPUs torch asks cuDNN first, which plans each new shape: on an H200 with torch 2.11 a decoded token
-    took 66 ms so, and 7 with plans at hand (eval/RESULTS.md).
-
-    Args:
-        q, k, v, mask, scale, enable_gqa: as `torch.nn.functional.scaled_dot_product_attention` takes them.
-    """
-    if not q.is_cuda:
-        return scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=enable_gqa)
-    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
-        return scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=enable_gqa)
 
 
 def products(queries: Tensor, keys: Tensor, scale: float, out: Tensor | None = None) -> Tensor:

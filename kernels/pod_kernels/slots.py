@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pod_kernels.dispatch import runs_triton
-from pod_kernels.segments import CPU_NUMBERS, MAX_LOGITS, products, sdpa, weighted
+from pod_kernels.segments import CPU_NUMBERS, MAX_LOGITS, products, weighted
 
 # Logits that one part of the work may materialise on a CPU: what fits its caches.
 CPU_LOGITS = 2**20
@@ -244,7 +244,7 @@ def _fused(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float) 
     heads, batch = q.shape[:2]
     mask = seen.expand(heads, -1, -1, -1).flatten(0, 1)[:, None]
     q, keys, values = q.flatten(0, 1), keys.flatten(0, 1)[:, None], values.flatten(0, 1)[:, None]
-    out = sdpa(q, keys, values, mask, scale=scale, enable_gqa=True)
+    out = torch.nn.functional.scaled_dot_product_attention(q, keys, values, mask, scale=scale, enable_gqa=True)
     return out.unflatten(0, (heads, batch))
 
 

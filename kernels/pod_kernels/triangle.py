@@ -7,9 +7,10 @@ from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from pod_kernels.attention import sequence_groups
-from pod_kernels.segments import MAX_LOGITS, products, sdpa
+from pod_kernels.segments import MAX_LOGITS, products
 
 CHUNK = 256  # queries of a window that look at keys together: each reads as many keys too many
 
@@ -105,7 +106,7 @@ def _of_rows(q, k, v, q_distant, k_distant, shape: TriangleMix, sinks: int, rece
         keys, values, asked = seen(k), seen(v), q[:, :, first:last]
         if q_distant is None or (is_all_near and first < tail):
             is_grouped = {"enable_gqa": kv_heads != q.shape[1]}
-            found = sdpa(asked, keys, values, is_left, scale=scale, **is_grouped)
+            found = scaled_dot_product_attention(asked, keys, values, is_left, scale=scale, **is_grouped)
         else:
             is_near = (key < sinks) | (query - key < recent)
             own = products(asked.unflatten(1, (kv_heads, -1)), keys, scale)

@@ -4,8 +4,7 @@ Legend: B rows, H query heads, W KV heads, T queries, N keys, D head dimension.
 """
 
 from torch import Tensor
-
-from pod_kernels.segments import sdpa
+from torch.nn.functional import scaled_dot_product_attention
 
 
 def window_mask(known: Tensor, positions: Tensor, sink_size: int, recent_size: int) -> Tensor:
@@ -34,5 +33,5 @@ def window_attention(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, is_p
         [B, H, T, D], zero at padding.
     """
     is_grouped = keys.shape[1] != q.shape[1]
-    out = sdpa(q, keys, values, seen, scale=scale, enable_gqa=is_grouped)
+    out = scaled_dot_product_attention(q, keys, values, seen, scale=scale, enable_gqa=is_grouped)
     return out.masked_fill(is_padding, 0)

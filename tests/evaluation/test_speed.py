@@ -111,13 +111,13 @@ def test_operations_and_bytes(tiny):
     )
     # Its blocks of one layer hold the same keys and values, and room for the tokens of the rounds.
     dense, most = decoded.amounts[speed_setting.DENSE][0], decoded.amounts["SDPA flash"][0]
-    assert dense == most // 64 * (64 + 5)
+    assert dense == most // 64 * (64 + 6)
 
 
 def test_early_skip_leaves_out_every_second_head(tiny):
     with torch.no_grad():
         measured = speed_works.decode_attention_skipping(replace(tiny, batch=2, rounds=1), 64)
-    blocks, room = speed_setting.shared_blocks(), 64 + 5
+    blocks, room = speed_setting.shared_blocks(), 64 + 6
     shared = int((~blocks.is_anchor).sum())
     near = min(room, 2 + 6 + 64)
     whole = 2 * 4 * 4 * (2 * blocks.anchors.numel() * room + shared * (near - room))

@@ -139,7 +139,7 @@ def test_what_is_no_replay_among_replays_is_said(graphs, monkeypatch):
     works = {"adding": lambda: None, "growing": lambda: None}
     seconds, left_out, notes = timing.measured(works, 2, "cuda", "test", None, ["adding"])
     assert list(seconds) == ["adding", "growing"] and not left_out
-    assert notes == ["growing is timed with Python's starts: a replay would read what the host counted."]
+    assert notes == ["growing is timed with Python's starts, as it allocates or reads what the host has counted."]
     assert timing.measured(works, 2, "cuda", "test")[2] == []
 
 

@@ -153,6 +153,17 @@ def test_decoding_equals_the_loops(name, tau, monkeypatch):
 
 
 @pytest.mark.parametrize("tau", [None, 0.5])
+@pytest.mark.parametrize("parts", [3, 20])
+def test_any_number_of_parts(parts, tau, monkeypatch):
+    """Not a power of two; more than are added up at once, most of them empty."""
+    monkeypatch.setattr(splits, "SPLITS", parts)
+    torch.manual_seed(8)
+    lengths = torch.tensor((39, 21), device=DEVICE)
+    layer = make_layer((False, True), lengths, dim=24)
+    compare(monkeypatch, layer, decoded(layer, lengths, 3, "scores"), tau)
+
+
+@pytest.mark.parametrize("tau", [None, 0.5])
 def test_keys_of_the_anchor_and_one_kv_head(tau, monkeypatch):
     torch.manual_seed(1)
     lengths = torch.tensor((21, 9), device=DEVICE)
@@ -270,22 +281,23 @@ def test_slots_of_any_positions_with_keys(name, anchors, monkeypatch):
     torch.testing.assert_close(out, reference_cached_attention(q, layer, **options), atol=1e-5, rtol=1e-5)
 
 
-def test_slots_of_any_positions_read_what_their_anchor_left(monkeypatch):
+@pytest.mark.parametrize("anchors", [0, 1])
+def test_slots_of_any_positions_read_what_their_anchor_left(anchors, monkeypatch):
     torch.manual_seed(6)
     anchor, table = make_packed(SLOTS["ragged"], 2)
     q_anchor, q = torch.randn(2, 2, 4, 1, 16, device=DEVICE)
     positions = torch.tensor(NEWEST, device=DEVICE)[:, None]
     common = dict(positions=positions, table=((table, 0), (table, 1)), return_weights=True)
     torch.manual_seed(7)
-    layer, _ = make_packed(SLOTS["ragged"], 0)
+    layer, _ = make_packed(SLOTS["ragged"], anchors)
     layer.near_positions.fill_(-1)
-    for head in range(2):
+    for head in range(anchors, 2):
         for row in range(2):
             held = table.run(head, row)[:, 0].long()
             is_near = (held >= 0) & ((held < SINKS) | (NEWEST[row] - held < RECENT))
             slots = is_near.nonzero()[:, 0]
-            layer.near_positions[head, row, : len(slots)] = held[slots].int()
-            layer.near_slots[head, row, : len(slots)] = slots.int()
+            layer.near_positions[head - anchors, row, : len(slots)] = held[slots].int()
+            layer.near_slots[head - anchors, row, : len(slots)] = slots.int()
     results = []
     for kernels in (True, False):
         # Where it is not written it must not be read.

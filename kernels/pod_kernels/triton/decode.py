@@ -330,7 +330,7 @@ def cached_decode(asked: "_Asked") -> tuple[Tensor, Tensor, Tensor, Tensor | Non
         workspace = scores, score_mask, group_stride, head_stride, row_stride
 
     def launch(run: HeadRun, phase: int, has_own: bool, has_other: bool) -> None:
-        """Of anchors, of other heads, or of both: these have left the other heads' logits in the workspace before."""
+        """Of anchors, of other heads, or of both where the others read what the anchors of earlier layers left."""
         from_keys = run.keys is not None and phase != VALUES
         is_packed, near_splits = table is not None, cut.near_splits
         own = Role(True, True, is_packed, phase, 0) if has_own else None
