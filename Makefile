@@ -115,13 +115,14 @@ site: $(STAMP)
 	$(BIN)/python -m mkdocs build
 
 # A machine with a GPU keeps the torch it has, so nothing is installed: GPU_PYTHON is the Python which has it. Tests are
-# looked for where they are marked, as others import what may be missing. Speed is measured also when a test fails, or
-# hangs.
+# looked for where they are marked, as others import what may be missing. Most of their time is compiling: where
+# pytest-xdist is, by eight processes. Speed is measured also when a test fails, or hangs.
 GPU_PYTHON ?= python3
+GPU_WORKERS = $(shell $(GPU_PYTHON) -c 'import xdist; print("-n 8")' 2>/dev/null)
 GPU_OUT ?= runs/speed
 
 gpu: export PYTHONPATH := $(CURDIR):$(CURDIR)/kernels
 gpu:
 	$(GPU_PYTHON) -m pod.autotune recipe=llama3-32k --lengths 8192 --time-limit 60
-	timeout 180 $(GPU_PYTHON) -m pytest -m gpu -q $$(grep -rl --include='test_*.py' 'mark\.gpu' tests); tests=$$?; \
+	timeout 180 $(GPU_PYTHON) -m pytest -m gpu -q $(GPU_WORKERS) $$(grep -rl --include='test_*.py' 'mark\.gpu' tests); tests=$$?; \
 	$(GPU_PYTHON) eval/speed.py --suite all --device cuda --out $(GPU_OUT) && exit $$tests
