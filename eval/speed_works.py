@@ -80,9 +80,10 @@ def attention_training(setting: Setting, length: int) -> Measured:
     return _attention(setting, length, training=True)
 
 
-def step(cache: Cache, model: PreTrainedModel, batch: int) -> None:
-    """One step of decoding."""
-    model(torch.ones(batch, 1, dtype=torch.long, device=model.device), past_key_values=cache)
+def step(model: PreTrainedModel, batch: int) -> Callable[[Cache], object]:
+    """One step of decoding with a cache."""
+    token = torch.ones(batch, 1, dtype=torch.long, device=model.device)
+    return lambda cache: model(token, past_key_values=cache)
 
 
 def decoding_rows(setting: Setting, length: int) -> int:
@@ -107,10 +108,10 @@ def decode(setting: Setting, length: int) -> Measured:
     works, batch, models = {}, decoding_rows(setting, length), random_models(setting, length)
     for name in ("PoD", DENSE):
         caches = for_backends(setting, partial(filled, setting, models[name], batch, length))
-        works |= by_backends(setting, name, partial(step, model=models[name], batch=batch), caches)
+        works |= by_backends(setting, name, step(models[name], batch), caches)
     cache = new_cache(models[STOCK], length)
     fill(cache, models[STOCK], batch, length)
-    works[STOCK] = partial(step, cache, models[STOCK], batch)
+    works[STOCK] = partial(step(models[STOCK], batch), cache)
     seconds, left_out, notes = setting.measured(works, f"decode at {length}", fused(works))
     notes += note_of_rows(batch)
     pairs = [("PoD" + kind, other) for kind in setting.backends for other in (DENSE + kind, STOCK)]
@@ -190,7 +191,7 @@ def decode_after_eviction(setting: Setting, length: int) -> Measured:
 
     for name, prompt in zip(names, (length, length // 4), strict=True):
         caches = for_backends(setting, partial(evicted, prompt))
-        works |= by_backends(setting, name, partial(step, model=model, batch=batch), caches)
+        works |= by_backends(setting, name, step(model, batch), caches)
     seconds, left_out, notes = setting.measured(works, f"{method} after {length}", fused(works))
     pairs = [(names[0] + kind, names[1] + kind) for kind in setting.backends]
     return Measured(seconds, pairs, left_out=left_out, notes=notes)
@@ -199,6 +200,7 @@ def decode_after_eviction(setting: Setting, length: int) -> Measured:
 def decode_forked(setting: Setting, length: int) -> Measured:
     """One token of 16 rows over one context of `length` tokens, against rows that are copies of it."""
     works, held, batch, model = {}, {}, setting.batch or FORKED_ROWS, random_models(setting, length)["PoD"]
+    run = step(model, batch)
 
     def rows(name: str) -> pod.PodCache:
         cache = pod.PodCache(model.config)
@@ -206,14 +208,12 @@ def decode_forked(setting: Setting, length: int) -> Measured:
         fill(cache, model, 1, length)
         (cache.fork if name == FORKED else cache.batch_repeat_interleave)(batch)
         cache.expect(setting.room(length))
-        step(cache, model, batch)
+        run(cache)
         held[name] = cache.nbytes()
         return cache
 
-    works[FORKED] = by("composed", partial(step, rows(FORKED), model, batch))
-    works |= by_backends(
-        setting, COPIED, partial(step, model=model, batch=batch), for_backends(setting, partial(rows, COPIED))
-    )
+    works[FORKED] = by("composed", partial(run, rows(FORKED)))
+    works |= by_backends(setting, COPIED, run, for_backends(setting, partial(rows, COPIED)))
     seconds, left_out, notes = setting.measured(works, f"decode forked at {length}", fused(works))
     share = held[FORKED] / held[COPIED]
     notes += [*note_of_rows(batch), f"{held[FORKED]:,} bytes forked, {held[COPIED]:,} in copies: {share:.3f} of them."]
@@ -296,14 +296,12 @@ def _update(setting: Setting, length: int, layers: int) -> Measured:
     row = 2 * layers * KV_HEADS * length * setting.head_dim * setting.dtype.itemsize
     batch = setting.batch or (max(1, UPDATED_BYTES // row) if setting.device == "cuda" else 1)
     room = length + UPDATES * (setting.room(0))
-    concatenation = "concatenation"
     kinds = {"PodCache": (models["PoD"], None)}
     if layers > 1:
         kinds["PodCache, blocks of one layer"] = models[DENSE], None
     for budget in CASCADES:
         method = pod.eviction.Cascade(budget=min(budget, length // 8 * 4), sinks=setting.sinks)
         kinds[f"cascade:budget={method.budget}"] = models[DENSE], method
-    kinds[concatenation] = models[STOCK], None
 
     def made(model: PreTrainedModel, method: pod.eviction.Cascade | None) -> Cache:
         cache = new_cache(model, room) if method is None else pod.PodCache(model.config, eviction=method)
@@ -312,22 +310,25 @@ def _update(setting: Setting, length: int, layers: int) -> Measured:
             attend(cache, model, *setting.states(batch, 1))
         return cache
 
-    works = {}
-    for name, (model, method) in kinds.items():
-        caches = (
-            for_backends(setting, partial(made, model, method)) if name != concatenation else {"": made(model, None)}
-        )
+    def updates(model: PreTrainedModel, cache: Cache) -> Callable[[Cache], None]:
+        """The work, with any cache like this one."""
         # A layer's new states, made beforehand as a model would have made them.
         states = setting.random(2, batch, KV_HEADS, 1, setting.head_dim)
-        sums = received(caches[""], model, batch, 1)
+        sums = received(cache, model, batch, 1)
 
-        def work(cache: Cache, model=model, states=states, sums=sums) -> None:
+        def work(cache: Cache) -> None:
             for _ in range(UPDATES):
                 write(cache, model, *states, sums)
 
-        is_ours = name != concatenation
-        works |= by_backends(setting, name, work, caches) if is_ours else {name: partial(work, caches[""])}
-    ours = [name for name in works if name != concatenation]
+        return work
+
+    works = {}
+    for name, (model, method) in kinds.items():
+        caches = for_backends(setting, partial(made, model, method))
+        works |= by_backends(setting, name, updates(model, caches[""]), caches)
+    ours, concatenation = list(works), "concatenation"
+    cache = made(models[STOCK], None)
+    works[concatenation] = partial(updates(models[STOCK], cache), cache)
     label = f"update at {length}, layers: {layers}"
     seconds, left_out, notes = setting.measured(works, label, fused(works))
     notes.append(

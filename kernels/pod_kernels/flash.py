@@ -108,6 +108,11 @@ def _unit_stride(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
+def _takes_cudnn(kernel: Kernel, piece: Piece, q: Tensor) -> bool:
+    """Whether cuDNN runs a piece: causal squares alone, and it refuses those of a single token."""
+    return kernel == "cudnn" and piece.shape == "causal" and q.shape[2] > 1
+
+
 def _flash_cuda_window(shape: str, recent_size: int) -> dict[str, int]:
     return {"window_size_left": recent_size - 1, "window_size_right": 0} if shape == "window" else {}
 
@@ -142,7 +147,7 @@ def forward_piece(
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, attn_mask=bias, scale=scale
         )
-    if kernel == "cudnn" and causal and q.shape[2] > 1:  # it refuses a single token
+    if _takes_cudnn(kernel, piece, q):
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, True, False, scale=scale
         )
@@ -208,7 +213,7 @@ def backward_piece(
             dk, dv = dk.sum(1, keepdim=True, dtype=lse.dtype), dv.sum(1, keepdim=True, dtype=lse.dtype)
         return dq, dk, dv
     # Without dropout the random state is never read, but the operations want a tensor.
-    if kernel == "cudnn" and causal and q.shape[2] > 1:
+    if _takes_cudnn(kernel, piece, q):
         unused_state = torch.empty((), dtype=torch.int64, device=q.device)
         return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             grad_out,

@@ -246,7 +246,7 @@ class Rows:
         """Count what a forward has added."""
         step = step.on(self.lengths.device)
         columns = step.positions.shape[1]
-        self.lengths += columns if step.all_real else (step.positions >= 0).sum(dim=1)
+        self.lengths += columns if step.all_real else step.counts
         self.count(step.new, columns)
 
     def count(self, new: list[int], columns: int) -> None:

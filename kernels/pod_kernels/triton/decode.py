@@ -26,7 +26,6 @@ from torch import Tensor
 
 from pod_kernels.segments import HeadOf, Segments
 from pod_kernels.skipping import SkipStats
-from pod_kernels.triton import splits
 from pod_kernels.triton.reading import begin, portion, segments_of, vectors
 from pod_kernels.triton.softmax import LOG2_E, gather, nothing, soften
 from pod_kernels.triton.splits import Parts, all_numbers, asked_at, leave
@@ -350,8 +349,8 @@ def cached_decode(asked: "_Asked") -> tuple[Tensor, Tensor, Tensor, Tensor | Non
             OWN=own,
             OTHER=other,
             CUT=cut,
-            num_warps=splits.WARPS,
-            num_stages=splits.STAGES,
+            num_warps=4,
+            num_stages=2,
         )
 
     if scores is not None and not skips and shared_runs and len(anchor_runs) == 1:

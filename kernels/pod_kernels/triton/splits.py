@@ -19,7 +19,6 @@ from pod_kernels.triton.softmax import LN_2
 # Tests on the interpreter take smaller ones: None chooses by head dimension and device.
 BLOCK: int | None = None
 SPLITS: int | None = None
-WARPS, STAGES = 4, 2  # of a program that attends
 
 NUMBERS = 5  # of each part: maximum, sum, its distant share; maximum and sum of what the output takes
 
