@@ -11,6 +11,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Qwen3Confi
 
 import pod
 from pod.eviction import H2O, SnapKV, StreamingLLM
+from pod.model.inputs import CACHE
 
 # One row per layer, one column per KV head: blocks of one, two, three layers, begun in different layers.
 ANCHORS = ((0, 0), (0, 1), (2, 1), (2, 1), (2, 4))
@@ -311,6 +312,24 @@ def test_forward_makes_a_cache_when_asked():
     model = build()
     assert type(model(tokens(1, 4)).past_key_values) is pod.PodCache
     assert model(tokens(1, 4), use_cache=False).past_key_values is None
+
+
+def test_a_cache_is_passed_by_either_of_its_names(recwarn):
+    # transformers renamed it, and warns of the old name.
+    model, ids = build(), tokens(1, 20)
+    found, names = [], ("past_key_values", "cache")
+    for name in names:
+        held = pod.PodCache(model.config)
+        for part in (model(ids[:, :9], **{name: held}), model.model(ids[:, 9:12], **{name: held})):
+            assert part[CACHE] is held
+        found.append(model.generate(ids, max_new_tokens=8, do_sample=False, **{name: held}))
+        assert held.get_seq_length() == 27
+    assert torch.equal(*found)
+    assert torch.equal(found[0], model.generate(ids, max_new_tokens=8, do_sample=False))
+    assert not [warning for warning in recwarn if "past_key_values" in str(warning.message)]
+    for call in (model, model.model, model.generate):
+        with pytest.raises(ValueError, match="past_key_values and cache are two names of one argument: pass one"):
+            call(ids, **{name: pod.PodCache(model.config) for name in names})
 
 
 @pytest.mark.parametrize("which", SHARES)

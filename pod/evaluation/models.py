@@ -18,6 +18,7 @@ from pod.model import adapter
 from pod.model.decoder import PodModel
 from pod.model.families import convert
 from pod.model.gguf import local
+from pod.model.inputs import CACHE
 from pod.model.reconstruction import reconstruct
 from pod.model.weights import PodAdapterError, load_causal_lm
 
@@ -266,7 +267,7 @@ def measured_saving(
     if isinstance(cache, PodCache) and asks_apart(cache.eviction):
         read_context(model, cache, input_ids, question)
         seen = input_ids.shape[1] - question
-    output = model(input_ids[:, seen:], past_key_values=cache, use_cache=True, logits_to_keep=1)
-    size = cache_bytes(output.past_key_values)
+    output = model(input_ids[:, seen:], **{CACHE: cache}, use_cache=True, logits_to_keep=1)
+    size = cache_bytes(output[CACHE])
     dense = dense_token_bytes(model) * input_ids.shape[1]
     return {"tokens": input_ids.shape[1], "bytes": size, "dense_bytes": dense, "saving": 1 - size / dense}

@@ -42,6 +42,7 @@ from pod.evaluation.intervals import of_first
 from pod.evaluation.models import asks_apart, by_row, label_of, parameters_of, read_context
 from pod.evaluation.texts import given_texts, start_ids
 from pod.files import check_writable
+from pod.model.inputs import CACHE
 from pod.terminal import exit_status
 
 DIGITS = 5
@@ -196,7 +197,7 @@ def generate_greedily(
         do_sample=False,
         num_beams=1,
         pad_token_id=0,
-        past_key_values=cache,
+        **{CACHE: cache},
     )
     return output[:, input_ids.shape[1] :]
 

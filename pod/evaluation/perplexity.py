@@ -34,6 +34,7 @@ from pod.evaluation.models import asks_apart, by_row, label_of, parameters_of
 from pod.evaluation.texts import given_texts, prepared, stretches, token_ids
 from pod.eviction import Method, unparse
 from pod.files import check_writable
+from pod.model.inputs import CACHE
 from pod.terminal import exit_status
 
 # Logits of so many tokens, of all rows together, are in memory at once.
@@ -170,8 +171,8 @@ def perplexity(
             losses = torch.zeros(ids.shape, dtype=torch.float64)
             cache = new_cache() if new_cache is not None else None
             for start, stop in _chunks(ids.shape[1] - 1, stream):
-                output = model.base_model(ids[:, start:stop], past_key_values=cache, use_cache=stream is not None)
-                cache, targets = output.past_key_values, ids[:, start + 1 : stop + 1]
+                output = model.base_model(ids[:, start:stop], **{CACHE: cache}, use_cache=stream is not None)
+                cache, targets = output.get(CACHE), ids[:, start + 1 : stop + 1]
                 losses[:, start + 1 : stop + 1] = token_losses(head, output.last_hidden_state, targets).cpu()
                 bar.update(ids.shape[0] * (stop - start))
             sums.append(losses.sum(dim=0))

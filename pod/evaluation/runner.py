@@ -24,6 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from pod.evaluation import report
 from pod.evaluation.models import Variant, read_context
 from pod.files import naming, read_json, replacing
+from pod.model.inputs import CACHE
 
 
 @dataclass(frozen=True)
@@ -352,10 +353,10 @@ def _generate(
             "min_new_tokens": 1,
         }
     if cache_factory is not None:
-        options["past_key_values"] = cache_factory(model)
+        options[CACHE] = cache_factory(model)
     with torch.inference_mode():
         if batch[0].question:
-            read_context(model, options["past_key_values"], input_ids, batch[0].question, mask, tokenizer)
+            read_context(model, options[CACHE], input_ids, batch[0].question, mask, tokenizer)
         output = model.generate(
             input_ids,
             attention_mask=mask,

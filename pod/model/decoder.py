@@ -31,11 +31,13 @@ from pod.cache import PodCache
 from pod.eviction import ReadSelector
 from pod.model.graph import StepGraphs, step_graphs
 from pod.model.inputs import (
+    CACHE,
     check_cache,
     check_supported,
     check_tokens,
     documents_of,
     lengths_of,
+    one_cache,
     token_mask,
 )
 from pod.model.offload import kept_on_cpu
@@ -334,6 +336,7 @@ class PodModel(Capabilities):
         return_dict: bool | None = None,
         sequence: SequenceShard | None = None,
         unshared: bool = False,
+        cache: PodCache | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast | tuple:
         """Run the decoder.
@@ -344,7 +347,7 @@ class PodModel(Capabilities):
                 each row's first real token; right padding without a cache too.
             position_ids: [B, T] or [1, T] for RoPE. Where they start again and there is neither mask nor cache, a new
                 packed document begins, as in transformers.
-            past_key_values: a `PodCache`.
+            past_key_values, cache: a `PodCache`, by the name that transformers had for it before 5.24 or has since.
             use_cache: return a cache; config.use_cache when None, never in training.
             document_ids: [B, T] int64, non-decreasing, -1 padding: packed documents, without a cache.
             output_hidden_states: also return every layer's input and the last output.
@@ -357,6 +360,7 @@ class PodModel(Capabilities):
         Raises:
             ValueError: an argument that PoD does not support, by name and with the remedy.
         """
+        past_key_values = one_cache(past_key_values, cache)
         devices = layer_devices(self) if hasattr(self.layers[0], "_hf_hook") else None
         if [vars(self.config)[name] for name in FIXED] != self._made_by:
             self.config.check_unchanged(self._made_by, "the model")
@@ -436,8 +440,8 @@ class PodModel(Capabilities):
                 states[place] = new if is_real is None else new[is_real]
         output = BaseModelOutputWithPast(
             last_hidden_state=all_states[-1],
-            past_key_values=past_key_values,
             hidden_states=tuple(all_states) if output_hidden_states else None,
+            **{CACHE: past_key_values},
         )
         return output if return_dict is None or return_dict else output.to_tuple()
 
@@ -524,11 +528,11 @@ class PodForCausalLM(Capabilities):
             )
         if generation_config.use_cache is False:
             return
-        cache = model_kwargs.get("past_key_values")
+        cache = model_kwargs.get(CACHE)
         if cache is None:
             cache = PodCache(self.config, max_length=max_cache_length)
             cache.may_grow = True  # the limit is this call's: a further turn on the cache may go beyond it
-            model_kwargs["past_key_values"] = cache
+            model_kwargs[CACHE] = cache
         else:
             check_cache(cache, training=False)
             if model_kwargs.get("attention_mask") is None and cache.has_padding:  # generate drops a mask of ones
@@ -550,18 +554,28 @@ class PodForCausalLM(Capabilities):
             "layers store different tokens' keys: call generate with prompts padded on the left"
         )
 
-    def generate(self, *args, draft: ReadSelector | None = None, **kwargs):
+    def generate(
+        self,
+        *args,
+        draft: ReadSelector | None = None,
+        past_key_values: PodCache | None = None,
+        cache: PodCache | None = None,
+        **kwargs,
+    ):
         """transformers' generate; on a CUDA device its steps are one CUDA graph (`pod.model.graph`).
 
         Args:
             draft: a method that chooses what is read, such as `pod.eviction.Quest(budget=256)`: the model drafts
                 `num_assistant_tokens` (4) for itself, each reading that much of the cache, and verifies them in one
                 forward that reads everything. Greedy text and the distribution of samples are those without it.
+            past_key_values, cache: a `PodCache`, by either of its names; a new one when None.
 
         Raises:
             ValueError: no such method, a second way to draft, several rows or beams, a cache that does not keep and
                 read every token.
         """
+        if (given := one_cache(past_key_values, cache)) is not None:
+            kwargs[CACHE] = given
         if draft is not None:
             kwargs = with_draft(self, kwargs)
         ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
@@ -583,7 +597,7 @@ class PodForCausalLM(Capabilities):
 
             def step(tokens: Tensor, positions: Tensor) -> Tensor:
                 # Every row's new token is real: only a prompt has padding.
-                options = {"position_ids": positions, "past_key_values": cache, "use_cache": True}
+                options = {"position_ids": positions, CACHE: cache, "use_cache": True}
                 return super(PodForCausalLM, self).forward(input_ids=tokens, **options).logits
 
             self._graphs = step_graphs(step, cache, input_ids.device)
@@ -594,7 +608,7 @@ class PodForCausalLM(Capabilities):
         return self._graphs(input_ids, position_ids)
 
     def _prefill(self, input_ids, generation_config, model_kwargs, is_first_iteration=True):
-        cache = model_kwargs.get("past_key_values")
+        cache = model_kwargs.get(CACHE)
         copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
         # On a CUDA device copied rows decode by kernels and a CUDA graph, which forked ones do not.
         if copies == len(input_ids) > 1 and isinstance(cache, PodCache) and input_ids.device.type != "cuda":
@@ -611,7 +625,7 @@ class PodForCausalLM(Capabilities):
 
     def _prefill_one(self, copies: int, input_ids: Tensor, generation_config, model_kwargs: dict, *args):
         """Prefill one of rows that are copies of it, and fork its cache."""
-        cache, fed = model_kwargs["past_key_values"], model_kwargs.get("inputs_embeds")
+        cache, fed = model_kwargs[CACHE], model_kwargs.get("inputs_embeds")
         length = cache.max_length
         if cache.batch_size < 0 and cache.may_grow:  # no room in this row for what will be each row's own
             cache._expect((input_ids if fed is None else fed).shape[1])
@@ -626,7 +640,7 @@ class PodForCausalLM(Capabilities):
 
     def _assisted_decoding(self, input_ids, logits_processor, stopping_criteria, generation_config, *args, **kwargs):
         # It begins with all ids, whatever the cache holds, and those would be fed a second time.
-        cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
+        cache, mask = kwargs.get(CACHE), kwargs.get("attention_mask")
         length = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
         if cache is not None and length == input_ids.shape[1]:
             cache.fed_before = cache.get_seq_length()
@@ -646,7 +660,7 @@ class PodForCausalLM(Capabilities):
 
     def prepare_inputs_for_generation(self, input_ids, next_sequence_length=None, inputs_embeds=None, **kwargs):
         # `generate` looks for inputs_embeds in the signature.
-        cache = kwargs.get("past_key_values")
+        cache = kwargs.get(CACHE)
         if next_sequence_length is None and getattr(cache, "fed_before", 0):
             next_sequence_length, cache.fed_before = input_ids.shape[1] - cache.fed_before, 0
         # The usual: Phi-3's own drops the cache at `original_max_position_embeddings`, for LongRoPE's sake.
@@ -670,6 +684,7 @@ class PodForCausalLM(Capabilities):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        cache: PodCache | None = None,
         **kwargs,
     ):
         """The family's forward; see `PodModel.forward` for what PoD adds and refuses.
@@ -677,6 +692,7 @@ class PodForCausalLM(Capabilities):
         The arguments are spelled out because `generate` reads them off the signature: what it does not find there
         (attention_mask, position_ids, logits_to_keep) it would not pass.
         """
+        past_key_values = one_cache(past_key_values, cache)
         if labels is not None and kwargs.get("sequence") is not None:
             raise ValueError("a rank has the logits of its own tokens only: leave labels out, and sum over the ranks")
         if labels is not None and getattr(past_key_values, "sparse_prefill", None) is not None:
@@ -686,15 +702,15 @@ class PodForCausalLM(Capabilities):
             if not self.config.output_hidden_states:
                 logits = self._step_by_graph(input_ids, position_ids, past_key_values)
                 if logits is not None:
-                    return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)
+                    return CausalLMOutputWithPast(logits=logits, **{CACHE: past_key_values})
         return super().forward(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             labels=labels,
             use_cache=use_cache,
             logits_to_keep=logits_to_keep,
+            **{CACHE: past_key_values},
             **kwargs,
         )

@@ -3,9 +3,24 @@
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from pod.cache import PodCache
 from pod.cache.storage import left_padded
+
+# What transformers calls a cache among arguments and results: it was renamed in 5.24.
+CACHE = "cache" if hasattr(CausalLMOutputWithPast, "cache") else "past_key_values"
+
+
+def one_cache(past_key_values: PodCache | None, cache: PodCache | None) -> PodCache | None:
+    """What was passed as a cache, by either of its names.
+
+    Raises:
+        ValueError: both were.
+    """
+    if past_key_values is not None and cache is not None:
+        raise ValueError("past_key_values and cache are two names of one argument: pass one of them")
+    return cache if past_key_values is None else past_key_values
 
 
 def check_devices(model: PreTrainedModel) -> None:

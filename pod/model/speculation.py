@@ -16,6 +16,7 @@ from transformers.generation import CandidateGenerator, GenerationMode
 
 from pod.cache import PodCache
 from pod.eviction import ReadSelector
+from pod.model.inputs import CACHE
 
 GAMMA = 4  # between MagicDec's 3 and TriForce's 6
 OTHERS = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
@@ -82,7 +83,7 @@ class SelfDraft(CandidateGenerator):
         if rows > 1:
             raise ValueError(f"draft is for one row, and there are {rows}: generate one after the other")
         self.model, self.config, self.processor = model, generation_config, logits_processor
-        self.cache = model_kwargs["past_key_values"]
+        self.cache = model_kwargs[CACHE]
         if self.config.num_assistant_tokens > self.cache.crop_slack:
             raise ValueError(
                 f"num_assistant_tokens={self.config.num_assistant_tokens} is more than the {self.cache.crop_slack} "

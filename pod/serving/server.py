@@ -11,6 +11,7 @@ from pod.eviction import Eviction
 from pod.extras import require
 from pod.files import opening
 from pod.model.families import FAMILIES
+from pod.model.inputs import CACHE
 from pod.model.weights import pod_base
 from pod_kernels import Quantization
 
@@ -29,9 +30,9 @@ def register(
         class Served(causal_lm):
             def generate(self, *args, **kwargs):
                 """The model's own, with the server's cache."""
-                if kwargs.get("past_key_values") is None:
+                if kwargs.get(CACHE) is None:
                     cache = PodCache(self.config, eviction=eviction, tau=tau, quantization=quantization)
-                    kwargs["past_key_values"] = cache
+                    kwargs[CACHE] = cache
                 return super().generate(*args, **kwargs)
 
         Served.__name__ = Served.__qualname__ = causal_lm.__name__
