@@ -22,17 +22,21 @@ class BadChat(ValueError):
     """A record that is no chat, or that the chat template cannot write."""
 
 
+def unreadable(error: ValueError | RecursionError) -> str:
+    """What is wrong with a document, by what reading it as UTF-8 or as JSON raised."""
+    if isinstance(error, UnicodeError):
+        text = "UTF-8" if isinstance(error, UnicodeDecodeError) else "Unicode text"
+        return f"wrong encoding: not {text} ({error.reason})"
+    return f"broken JSON: {error}"
+
+
 def parse_chat(raw: bytes) -> tuple[list[dict[str, Any]] | None, str]:
     """(messages, "") of one JSON line, or (None, what is wrong with it)."""
     try:
         record = json.loads(raw.decode("utf-8"))
         json.dumps(record, ensure_ascii=False).encode("utf-8")  # JSON may hold half a surrogate pair
-    except UnicodeDecodeError as error:
-        return None, f"wrong encoding: not UTF-8 ({error.reason})"
-    except UnicodeEncodeError as error:
-        return None, f"wrong encoding: not Unicode text ({error.reason})"
     except (ValueError, RecursionError) as error:
-        return None, f"broken JSON: {error}"
+        return None, unreadable(error)
     if not isinstance(record, dict) or "messages" not in record:
         return None, "no chat: no field 'messages'"
     messages = record["messages"]

@@ -16,17 +16,17 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from pod.data import hub
-from pod.data.chat import BadChat, load_chat, parse_chat
+from pod.data.chat import BadChat, load_chat, parse_chat, unreadable
 from pod.data.mds import BadShard, Shard, read_index
 from pod.data.prepared import token_dtype
 from pod.extras import require
@@ -182,75 +182,81 @@ def read_documents(files: tuple[str, ...], text_field: str, chat: bool = False) 
         dict(text, file, line, problem); line (of Parquet the row) counts from 1, problem is "" for a document.
     """
     for file in files:
-        line, empty = 1, True
-        try:
-            if file.endswith(LINES):
-                with gzip.open(file, "rb") if file.endswith(".gz") else open(file, "rb") as lines:
-                    for raw in lines:
-                        if line == 1:
-                            raw = raw.removeprefix(b"\xef\xbb\xbf")
-                        if raw.strip():
-                            empty = False
-                            text, problem = parse_chat(raw) if chat else parse_line(raw, text_field)
-                            yield {"text": text, "file": file, "line": line, "problem": problem}
-                        line += 1
-                if empty:
-                    yield {"text": "", "file": file, "line": 1, "problem": "no text: the file is empty"}
-            elif file.endswith(PARQUET):
-                for text, problem in read_parquet(file, text_field):
-                    empty = False
-                    yield {"text": text, "file": file, "line": line, "problem": problem}
-                    line += 1
-                if empty:
-                    yield {"text": "", "file": file, "line": 1, "problem": "no text: the file has no rows"}
-            else:
-                raw = Path(file).read_bytes().removeprefix(b"\xef\xbb\xbf")
-                try:
-                    text, problem = raw.decode("utf-8"), ""
-                except UnicodeDecodeError as error:
-                    line = raw.count(b"\n", 0, error.start) + 1
-                    text, problem = "", f"wrong encoding: not UTF-8 ({error.reason})"
-                if not problem:
-                    text, problem = checked(text, "the file")
-                yield {"text": text, "file": file, "line": line, "problem": problem}
-        except (OSError, EOFError, zlib.error) as error:
-            yield {"text": "", "file": file, "line": line, "problem": f"cannot be read from here on: {error}"}
+        if file.endswith(LINES):
+            parse = parse_chat if chat else partial(parse_line, text_field=text_field)
+            yield from placed(file, enumerate(read_lines(file, parse), start=1), "the file is empty")
+        elif file.endswith(PARQUET):
+            yield from placed(file, enumerate(read_parquet(file, text_field), start=1), "the file has no rows")
+        else:
+            yield from placed(file, read_text(file))
 
 
 def read_columns(part: hub.Part, column: str) -> Iterator[dict[str, Any]]:
     """As `read_documents`, of a part of a data set."""
-    row = 0
+    rows = (
+        checked(text, f"column {column!r}")
+        if isinstance(text, str)
+        else ("", f"no text: column {column!r} is {type(text).__name__}")
+        for text in hub.read_part(part, column)
+    )
+    return placed(str(part), enumerate(rows, start=1))
+
+
+def placed(file: str, rows: Iterable[tuple[int, tuple[Any, str]]], empty: str = "") -> Iterator[dict[str, Any]]:
+    """Rows (line, (text, problem)) as `read_documents` yields them; what has neither text nor problem is left out.
+
+    Where they cannot be read to their end, and with `empty` where there are none, a row says so.
+    """
+    line = 0
     try:
-        for row, text in enumerate(hub.read_part(part, column), start=1):
-            text, problem = (
-                checked(text, f"column {column!r}")
-                if isinstance(text, str)
-                else ("", f"no text: column {column!r} is {type(text).__name__}")
-            )
-            yield {"text": text, "file": str(part), "line": row, "problem": problem}
-    except OSError as error:
-        yield {"text": "", "file": str(part), "line": row + 1, "problem": f"cannot be read from here on: {error}"}
+        for line, (text, problem) in rows:
+            if text or problem:
+                empty = ""
+                yield {"text": text, "file": file, "line": line, "problem": problem}
+    except (OSError, EOFError, zlib.error) as error:
+        empty = ""
+        yield {"text": "", "file": file, "line": line + 1, "problem": f"cannot be read from here on: {error}"}
+    if empty:
+        yield {"text": "", "file": file, "line": 1, "problem": f"no text: {empty}"}
+
+
+def read_lines(file: str, parse: Callable[[bytes], tuple[Any, str]]) -> Iterator[tuple[Any, str]]:
+    """What `parse` makes of each JSON line; ("", "") of a blank one.
+
+    Raises:
+        OSError, EOFError, zlib.error: the file cannot be read, or not to its end.
+    """
+    with gzip.open(file, "rb") if file.endswith(".gz") else open(file, "rb") as lines:
+        for number, raw in enumerate(lines):
+            raw = raw if number else raw.removeprefix(b"\xef\xbb\xbf")
+            yield parse(raw) if raw.strip() else ("", "")
+
+
+def read_text(file: str) -> Iterator[tuple[int, tuple[str, str]]]:
+    """The one document of a file of text, with line 1, or with the line in which it is wrong.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    raw = Path(file).read_bytes().removeprefix(b"\xef\xbb\xbf")
+    try:
+        yield 1, checked(raw.decode("utf-8"), "the file")
+    except UnicodeDecodeError as error:
+        yield raw.count(b"\n", 0, error.start) + 1, ("", unreadable(error))
 
 
 def parse_line(raw: bytes, text_field: str) -> tuple[str, str]:
     """(text, "") of one JSON line, or ("", what is wrong with it)."""
     try:
-        record = json.loads(raw.decode("utf-8"))
-        text = record[text_field]
+        text = json.loads(raw.decode("utf-8"))[text_field]
         text.encode("utf-8")  # JSON may hold half a surrogate pair
         return checked(text, f"field {text_field!r}")
-    except UnicodeDecodeError as error:
-        return "", f"wrong encoding: not UTF-8 ({error.reason})"
-    except UnicodeEncodeError as error:
-        return "", f"wrong encoding: not Unicode text ({error.reason})"
-    except (json.JSONDecodeError, RecursionError) as error:
-        return "", f"broken JSON: {error}"
     except (KeyError, TypeError):
         return "", f"no text: no field {text_field!r}"
     except AttributeError:
         return "", f"no text: field {text_field!r} is not a string"
-    except ValueError as error:  # a number of more digits than Python reads
-        return "", f"broken JSON: {error}"
+    except (ValueError, RecursionError) as error:  # also a number of more digits than Python reads
+        return "", unreadable(error)
 
 
 def checked(text: str, where: str) -> tuple[str, str]:
@@ -290,7 +296,7 @@ def read_parquet(file: str, column: str) -> Iterator[tuple[str, str]]:
                     try:
                         yield checked("" if raw is None else raw.decode("utf-8"), f"column {column!r}")
                     except UnicodeDecodeError as error:
-                        yield "", f"wrong encoding: not UTF-8 ({error.reason})"
+                        yield "", unreadable(error)
     except (pyarrow.ArrowException, OSError) as error:  # messages of several lines
         raise OSError(" ".join(str(error).split())) from error
 
