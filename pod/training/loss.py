@@ -1,5 +1,7 @@
 """Losses in chunks of the sequence, so that a long sample's [T, vocab] logits are never whole in memory."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -41,16 +43,10 @@ def chunked_cross_entropy(
     """
     _check(hidden_states, targets, chunk)
 
-    def part(states: Tensor, wanted: Tensor) -> Tensor:
-        logits = lm_head(states).float()
-        return nn.functional.cross_entropy(
-            logits.flatten(0, 1), wanted.flatten(), ignore_index=IGNORED, reduction="sum"
-        )
+    def part(states: Tensor, wanted: Tensor) -> tuple[Tensor]:
+        return (_cross_entropy(lm_head(states).float(), wanted),)
 
-    # Every chunk runs, also one without targets: under ZeRO-3 all ranks must gather the head equally often.
-    total = hidden_states.new_zeros((), dtype=torch.float32)
-    for states, wanted in zip(hidden_states.split(chunk, dim=1), targets.split(chunk, dim=1), strict=True):
-        total = total + checkpoint(part, states, wanted, use_reentrant=False)
+    (total,) = _sums(part, chunk, hidden_states, targets)
     return total, (targets != IGNORED).sum()
 
 
@@ -96,20 +92,25 @@ def chunked_distillation(
         with torch.no_grad():
             teacher = nn.functional.log_softmax(teacher_head(taught).float() / temperature, dim=-1)
         logits = lm_head(states).float()
-        entropy = nn.functional.cross_entropy(
-            logits.flatten(0, 1), wanted.flatten(), ignore_index=IGNORED, reduction="sum"
-        )
+        entropy = _cross_entropy(logits, wanted)
         student = nn.functional.log_softmax(logits / temperature, dim=-1)
         divergence = nn.functional.kl_div(student, teacher, reduction="none", log_target=True).sum(dim=-1)
         return entropy, divergence.masked_fill(wanted == IGNORED, 0.0).sum() * temperature**2
 
-    entropies = hidden_states.new_zeros((), dtype=torch.float32)
-    divergences = entropies
-    parts = (whole.split(chunk, dim=1) for whole in (hidden_states, teacher_states, targets))
-    for states, taught, wanted in zip(*parts, strict=True):
-        entropy, divergence = checkpoint(part, states, taught, wanted, use_reentrant=False)
-        entropies, divergences = entropies + entropy, divergences + divergence
+    entropies, divergences = _sums(part, chunk, hidden_states, teacher_states, targets)
     return entropies, divergences, (targets != IGNORED).sum()
+
+
+def _cross_entropy(logits: Tensor, wanted: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def _sums(part: Callable[..., tuple[Tensor, ...]], chunk: int, *whole: Tensor) -> list[Tensor]:
+    """What `part` gives of each chunk of [B, T, ...] tensors, added up; it is computed again in the backward."""
+    # Every chunk runs, also one without targets: under ZeRO-3 all ranks must gather the head equally often.
+    chunks = zip(*(each.split(chunk, dim=1) for each in whole), strict=True)
+    parts = [checkpoint(part, *each, use_reentrant=False) for each in chunks]
+    return [sum(values) for values in zip(*parts, strict=True)]
 
 
 def _check(hidden_states: Tensor, targets: Tensor, chunk: int) -> None:
