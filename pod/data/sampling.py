@@ -124,13 +124,16 @@ class Plan:
 
     def __post_init__(self) -> None:
         self.dtype = token_dtype(self.vocab_size)
-        self.ends = np.cumsum(self.length)
+        # As one row: a sample after the other.
+        ends = np.cumsum(self.length)
+        self.starts = ends - self.length if self.packed else np.arange(len(ends)) * self.sequence_length
+        self.ends = self.starts + self.length
         self._open: dict[int, Any] = {}
         self._marks: Plan | None = None
 
     @property
     def samples(self) -> int:
-        return -(-int(self.length.sum()) // self.sequence_length) if self.packed else len(self.length)
+        return -(-int(self.ends[-1]) // self.sequence_length)
 
     def distant(self, sink_size: int, recent_size: int) -> int:
         """Tokens that have distant keys: what stands before them in their document, in their sample, is more."""
@@ -157,22 +160,16 @@ class Plan:
         content = os.pread(self._open[unit].fileno(), (end - begin) * size, (int(self.begin[number]) + begin) * size)
         return np.frombuffer(content, self.dtype)
 
-    def read(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """Samples [first, last): tokens [n, T], document_ids [n, T] (None unless packed), -1 where padded."""
+    def read(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+        """Samples [first, last): tokens [n, T], document_ids [n, T], -1 where padded."""
         shape = (last - first, self.sequence_length)
+        begin, end = first * self.sequence_length, last * self.sequence_length
+        numbers = np.arange(np.searchsorted(self.ends, begin, "right"), np.searchsorted(self.starts, end, "left"))
+        starts, stops = np.maximum(self.starts[numbers], begin), np.minimum(self.ends[numbers], end)
         tokens = np.full(shape, self.pad_id, self.dtype)
-        if not self.packed:
-            for row, number in enumerate(range(first, last)):
-                tokens[row, : self.length[number]] = self.document(number, 0, int(self.length[number]))
-            return tokens, self._rows(first, last)
-        begin = first * self.sequence_length
-        end = min(last * self.sequence_length, int(self.ends[-1]))
-        numbers = np.arange(np.searchsorted(self.ends, begin, "right"), np.searchsorted(self.ends, end, "left") + 1)
-        stops = np.minimum(self.ends[numbers], end)
-        starts = np.maximum(self.ends[numbers] - self.length[numbers], begin)
         flat, ids = tokens.reshape(-1), np.full(tokens.size, -1, np.int32)
         for number, start, stop in zip(numbers.tolist(), starts.tolist(), stops.tolist(), strict=True):
-            origin = int(self.ends[number] - self.length[number])
+            origin = int(self.starts[number])
             flat[start - begin : stop - begin] = self.document(number, start - origin, stop - origin)
             ids[start - begin : stop - begin] = number - numbers[0]
         ids = ids.reshape(shape)
@@ -186,10 +183,6 @@ class Plan:
             self._marks = replace(self, files=self.learned, vocab_size=2, pad_id=0, learned=[])
             self._marks.dtype = np.dtype(np.uint8)
         return self._marks.read(first, last)[0].astype(bool)
-
-    def _rows(self, first: int, last: int) -> np.ndarray:
-        inside = np.arange(self.sequence_length) < self.length[first:last, None]
-        return np.where(inside, 0, -1)
 
 
 def write_shard(plan: Plan, split: str, samples_of_a_shard: int, folder: Path, number: int) -> dict[str, Any]:
