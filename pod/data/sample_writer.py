@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,31 +28,21 @@ class ShardWriter:
     Args:
         directory: where the files go.
         split, number: which shard, as in its files' names.
+        kinds: what samples come with beside tokens, in the order of `KINDS`: document ids, marked answers, marks of
+            what is learned.
         sequence_length, vocab_size: as in `SampleWriter`.
-        documents, answers, learned: whether samples come with document ids, with marked answers, with marks of what is
-            learned.
     """
 
     def __init__(
-        self,
-        directory: Path,
-        split: str,
-        number: int,
-        *,
-        sequence_length: int,
-        vocab_size: int,
-        documents: bool,
-        answers: bool = False,
-        learned: bool = False,
+        self, directory: Path, split: str, number: int, kinds: Iterable[str], *, sequence_length: int, vocab_size: int
     ) -> None:
         self.sequence_length = sequence_length
         self.vocab_size = vocab_size
         self.dtype = token_dtype(vocab_size)
         self.samples = self.tokens = 0
-        kinds = ["tokens"] + ["documents"] * documents + ["answers"] * answers + ["learned"] * learned
-        self._names = {kind: f"{kind}-{split}-{number:05d}.bin" for kind in kinds}
+        self._names = {kind: f"{kind}-{split}-{number:05d}.bin" for kind in ("tokens", *kinds)}
         self._files = {kind: open(directory / name, "wb") for kind, name in self._names.items()}
-        self._digests = {kind: hashlib.sha256() for kind in kinds}
+        self._digests = {kind: hashlib.sha256() for kind in self._names}
 
     def add(
         self,
@@ -72,24 +63,21 @@ class ShardWriter:
             ValueError: a wrong length or id, or document ids, answers or marks where there must be none, or none where
                 there must be.
         """
-        tokens = np.atleast_2d(np.asarray(tokens))
+        tokens = np.atleast_2d(tokens)
         if tokens.ndim != 2 or tokens.shape[1] != self.sequence_length:
             raise ValueError(f"samples have shape {tokens.shape}, sequence_length is {self.sequence_length}")
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
             raise ValueError(f"token ids span {tokens.min()} to {tokens.max()}, vocab_size is {self.vocab_size}")
-        if (document_ids is not None) != ("documents" in self._files):
-            raise ValueError("document_ids: for all samples of a split or for none")
-        for kind, marks in (("answers", answers), ("learned", learned)):
-            if (marks is not None) != (kind in self._files):
-                raise ValueError(f"{kind}: for all samples of a split or for none")
-            if marks is not None:
-                marks = np.atleast_2d(np.asarray(marks))
-                if marks.shape != tokens.shape or marks.dtype != bool:
-                    raise ValueError(f"{kind} are {marks.dtype} {marks.shape}: bool, {tokens.shape} as the tokens")
-                self._append(kind, marks.astype(np.uint8))
-        padding = 0
+        given = {"documents": document_ids, "answers": answers, "learned": learned}
+        given = {kind: np.atleast_2d(values) for kind, values in given.items() if values is not None}
+        if {"tokens", *given} != set(self._files):
+            raise ValueError(f"{', '.join(KINDS[1:])}: each for all samples of a split or for none")
+        document_ids, padding = given.pop("documents", None), 0
+        for kind, marks in given.items():
+            if marks.shape != tokens.shape or marks.dtype != bool:
+                raise ValueError(f"{kind} are {marks.dtype} {marks.shape}: bool, {tokens.shape} as the tokens")
+            self._append(kind, marks.astype(np.uint8))
         if document_ids is not None:
-            document_ids = np.atleast_2d(np.asarray(document_ids))
             span = (document_ids.min(initial=0), document_ids.max(initial=0))
             stored = document_ids.astype("<u2")  # -1 becomes 65,535
             in_range = -1 <= span[0] and span[1] < PADDING
@@ -232,10 +220,9 @@ class SampleWriter:
                     self.directory,
                     split,
                     len(entry["shards"]),
+                    [kind for kind in KINDS[1:] if entry[kind]],
                     sequence_length=self.sequence_length,
                     vocab_size=self.vocab_size,
-                    documents=entry["documents"],
-                    answers=entry["answers"],
                 )
             shard = self._open[split]
             part = slice(written, written + self.shard_samples - shard.samples)

@@ -194,15 +194,9 @@ def write_shard(plan: Plan, split: str, samples_of_a_shard: int, folder: Path, n
     note = folder.with_name(f"{folder.name}-{split}-{number:05d}.json")
     if known := whole(note):
         return known
-    writer = ShardWriter(
-        folder,
-        split,
-        number,
-        sequence_length=plan.sequence_length,
-        vocab_size=plan.vocab_size,
-        documents=True,
-        learned=bool(plan.learned),
-    )
+    kinds = ["documents", "learned"] if plan.learned else ["documents"]
+    sizes = {"sequence_length": plan.sequence_length, "vocab_size": plan.vocab_size}
+    writer = ShardWriter(folder, split, number, kinds, **sizes)
     first, last = number * samples_of_a_shard, min((number + 1) * samples_of_a_shard, plan.samples)
     step = max(1, BLOCK // plan.sequence_length)
     for begin in range(first, last, step):
