@@ -264,7 +264,24 @@ class Checkpoints(ModelCheckpoint):
 
     A process that is killed between writing the newest and removing the oldest forgets the latter: who goes on from
     there removes it.
+
+    Args:
+        folder: where they lie.
+        keep: the last so many.
+        every: steps between two of them.
     """
+
+    def __init__(self, folder: Path, keep: int, every: int) -> None:
+        super().__init__(
+            folder,
+            filename="{step}",
+            monitor="step",
+            mode="max",
+            save_top_k=keep,
+            every_n_train_steps=every,
+            save_on_train_epoch_end=True,  # else Lightning puts off that of an epoch's last step
+            enable_version_counter=False,  # a damaged one is written again, under its own name
+        )
 
     def on_train_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         super().on_train_start(trainer, module)

@@ -332,15 +332,7 @@ def learn(
         logger=MetricsLog(folder),
         plugins=[WholeFiles()],
         callbacks=[
-            Checkpoints(
-                folder / "steps",
-                filename="{step}",
-                monitor="step",
-                mode="max",
-                save_top_k=2,  # the one before, should the newest be damaged
-                every_n_train_steps=20,
-                enable_version_counter=False,
-            ),
+            Checkpoints(folder / "steps", keep=2, every=20),  # the one before, should the newest be damaged
             SaveAtEnd(folder / "steps"),
             *([StepsBar()] if progress else []),
         ],

@@ -376,16 +376,7 @@ def make_trainer(recipe: Recipe, out: Path, save_at_end: SaveAtEnd) -> lightning
         # DeepSpeed's processes write their shards themselves.
         plugins=None if recipe.trainer.strategy == "deepspeed" else [WholeFiles()],
         callbacks=[
-            Checkpoints(
-                out / "steps",
-                filename="{step}",
-                monitor="step",
-                mode="max",
-                save_top_k=recipe.trainer.keep_checkpoints,
-                every_n_train_steps=recipe.trainer.checkpoint_every,
-                save_on_train_epoch_end=True,  # else Lightning puts off that of an epoch's last step
-                enable_version_counter=False,  # a damaged one is written again, under its own name
-            ),
+            Checkpoints(out / "steps", recipe.trainer.keep_checkpoints, recipe.trainer.checkpoint_every),
             ModelCheckpoint(
                 out / "best", filename="{step}", monitor="val_loss", save_top_k=1, enable_version_counter=False
             ),
