@@ -89,8 +89,6 @@ def resume_from(recipe: Recipe, folder: Path) -> Path | None:
             checkpoint is missing or damaged, was written by another strategy, belongs to a run of another model, or is
             not the last one in the run's folder.
     """
-    if recipe.resume == "auto":
-        return check_same(check_layout(last_checkpoint(folder), recipe), recipe)
     if recipe.resume == "never":
         if checkpoints(folder):
             raise ValueError(
@@ -98,46 +96,50 @@ def resume_from(recipe: Recipe, folder: Path) -> Path | None:
                 "output=FOLDER"
             )
         return None
-    path = Path(recipe.resume)
+    path = last_checkpoint(folder) if recipe.resume == "auto" else _named(recipe.resume, folder)
+    if path is not None:
+        check_layout(path, recipe)
+        check_same(path, recipe)
+    return path
+
+
+def _named(resume: str, folder: Path) -> Path:
+    """The checkpoint at the path `resume`, if it is whole and the last one where it lies in the run's folder."""
+    path = Path(resume)
     if not path.exists():
-        raise ValueError(f"resume={recipe.resume}: there is no such checkpoint; resume=auto takes the last whole one")
+        raise ValueError(f"resume={resume}: there is no such checkpoint; resume=auto takes the last whole one")
     if not is_whole(path):
-        raise ValueError(f"resume={recipe.resume}: the checkpoint is truncated or damaged; try resume=auto")
+        raise ValueError(f"resume={resume}: the checkpoint is truncated or damaged; try resume=auto")
     own = path.resolve().is_relative_to(folder.parent.resolve())  # `best/` as well
     step = {each.name: step for step, each in checkpoints(path.parent).items()}.get(path.name)
     later = max(checkpoints(folder), default=0)
     if own and step is not None and step < later:
         raise ValueError(
-            f"resume={recipe.resume}: {folder} holds step={later}.ckpt too, which an export and resume=auto would take "
-            f"for the end of this run: go on from step {step} with another output=FOLDER, or move the later ones away"
+            f"resume={resume}: {folder} holds step={later}.ckpt too, which an export and resume=auto would take for "
+            f"the end of this run: go on from step {step} with another output=FOLDER, or move the later ones away"
         )
-    return check_same(check_layout(path, recipe), recipe)
+    return path
 
 
-def check_layout(checkpoint: Path | None, recipe: Recipe) -> Path | None:
-    """The checkpoint, if this run's strategy can read it.
+def check_layout(checkpoint: Path, recipe: Recipe) -> None:
+    """See that this run's strategy can read a checkpoint.
 
     Raises:
         ValueError: it is sharded and the run is not, or the other way round.
     """
-    if checkpoint is None:
-        return None
     sharded = recipe.trainer.strategy == "deepspeed"
     if sharded != checkpoint.is_dir():
         kind, wanted = ("a file", "auto or ddp") if sharded else ("sharded by DeepSpeed", "deepspeed")
         raise ValueError(
             f"{checkpoint} is {kind}: continue with trainer.strategy={wanted}, or export it and start anew"
         )
-    return checkpoint
 
 
 def hyper_parameters(checkpoint: Path) -> dict[str, Any]:
     """What the `PodModule` of a checkpoint was made with, as `by_section`. A directory's shard is unpickled."""
-    if checkpoint.is_dir():
-        shard = min(checkpoint.glob("checkpoint/*_model_states.pt"))
-        content = torch.load(shard, map_location="cpu", weights_only=False, mmap=True)
-    else:
-        content = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
+    sharded = checkpoint.is_dir()
+    file = min(checkpoint.glob("checkpoint/*_model_states.pt")) if sharded else checkpoint
+    content = torch.load(file, map_location="cpu", weights_only=not sharded, mmap=True)
     try:
         return by_section(content.get("hyper_parameters"))
     except ValueError as error:
@@ -163,15 +165,13 @@ def by_section(saved: Mapping[str, Any] | None) -> dict[str, Any]:
     return saved
 
 
-def check_same(checkpoint: Path | None, recipe: Recipe) -> Path | None:
-    """The checkpoint, if the recipe goes on with the model that it holds.
+def check_same(checkpoint: Path, recipe: Recipe) -> None:
+    """See that the recipe goes on with the model that a checkpoint holds.
 
     Raises:
         RecipeError: the recipe asks for something else that a run keeps; names the key and both values. A setting that
             only a new run can have would fail in the midst of loading, or be ignored.
     """
-    if checkpoint is None:
-        return None
     saved = hyper_parameters(checkpoint)
     kept = {}
     for key in KEPT:
@@ -191,7 +191,6 @@ def check_same(checkpoint: Path | None, recipe: Recipe) -> Path | None:
                 f"{key} is {one_line(wanted)}, and {checkpoint} was trained with {one_line(was)}: continue with "
                 f"{key}={one_line(was)}, or begin a new run with another output=FOLDER"
             )
-    return checkpoint
 
 
 def _comparable(key: str, value: Any) -> Any:
