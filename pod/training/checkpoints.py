@@ -258,7 +258,15 @@ def check_blocks(checkpoint: Path, blocks: LayerBlocks | None, recipe: Recipe) -
     )
 
 
-class Checkpoints(ModelCheckpoint):
+class AtStepEnds(Callback):
+    """Before one of Lightning's callbacks: it hears of batches only where an optimiser step ends with them."""
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, module: lightning.LightningModule, *batch) -> None:
+        if not trainer.fit_loop._should_accumulate():
+            super().on_train_batch_end(trainer, module, *batch)
+
+
+class Checkpoints(AtStepEnds, ModelCheckpoint):
     """Lightning's, at the end of a step only: a resumed run would write the step it began at again, in its midst.
 
     A process that is killed between writing the newest and removing the oldest forgets the latter: who goes on from
@@ -286,10 +294,6 @@ class Checkpoints(ModelCheckpoint):
         super().on_train_start(trainer, module)
         self._remove_forgotten(trainer)
 
-    def on_train_batch_end(self, trainer: lightning.Trainer, module: lightning.LightningModule, *batch) -> None:
-        if not trainer.fit_loop._should_accumulate():
-            super().on_train_batch_end(trainer, module, *batch)
-
     def on_fit_end(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         self._remove_forgotten(trainer)  # no step was left to train
 
@@ -313,15 +317,11 @@ class WholeFiles(TorchCheckpointIO):
             torch.save(checkpoint, file)
 
 
-class TimeLimit(Timer):
+class TimeLimit(AtStepEnds, Timer):
     """Lightning's, which asks at the end of a step only: in its midst, the gradients accumulated so far would be lost.
 
     The limit is that of one process, not of a run and all that went on with it: a resumed one has it anew.
     """
-
-    def on_train_batch_end(self, trainer: lightning.Trainer, module: lightning.LightningModule, *batch) -> None:
-        if not trainer.fit_loop._should_accumulate():
-            super().on_train_batch_end(trainer, module, *batch)
 
     def state_dict(self) -> dict[str, Any]:
         return {}
