@@ -119,20 +119,18 @@ class PodModule(lightning.LightningModule):
             # A PoD model of blocks of one layer is the dense one, and takes a part of a sequence as the student does.
             self.teacher = load_causal_lm(wanted.base, finite=True, config=teaching, dtype=dtype)
             self.teacher.requires_grad_(False)
-            for layer in self.teacher.model.layers:
-                layer.mlp_tiles = wanted.mlp_tiles
         if wanted.gradient_checkpointing:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.model.model.offload_checkpoints = wanted.offload_checkpoints
         for layer in self.model.model.layers:
-            layer.mlp_tiles = wanted.mlp_tiles
             # DDP and ZeRO wait for the gradient of whatever is not frozen.
             for parameter in layer.self_attn.unused_parameters():
                 parameter.requires_grad_(False)
-        if wanted.compile:
-            for model in (self.model, self.teacher):
-                if model is not None:
-                    model.model.compile()
+        for model in filter(None, (self.model, self.teacher)):
+            for layer in model.model.layers:
+                layer.mlp_tiles = wanted.mlp_tiles
+            if wanted.compile:
+                model.model.compile()
         self.validation_gates.extend(torchmetrics.MeanMetric() for _ in range(layers))
         self._exact = [
             (module, name, buffer.clone())
@@ -400,18 +398,16 @@ class PodModule(lightning.LightningModule):
 
     def configure_optimizers(self) -> dict[str, Any]:
         settings = self.sections.optimizer
-        decayed, others = [], []
+        matrices: dict[nn.Parameter, bool] = {}
         for module in self.model.modules():
             for name, parameter in module.named_parameters(recurse=False):
                 matrix = len(_shape(parameter)) > 1 and not isinstance(module, nn.Embedding) and name == "weight"
                 if parameter.requires_grad:
-                    (decayed if matrix else others).append(parameter)
-        # A head tied to the embedding is one parameter: it is met first as an embedding and stays undecayed.
-        undecayed = {id(parameter) for parameter in others}
-        decayed = [p for p in dict.fromkeys(decayed) if id(p) not in undecayed]
+                    # A head tied to the embedding is one parameter, and stays undecayed.
+                    matrices[parameter] = matrix and matrices.get(parameter, True)
         groups = [
-            {"params": decayed, "weight_decay": settings.weight_decay},
-            {"params": list(dict.fromkeys(others)), "weight_decay": 0.0},
+            {"params": [p for p, matrix in matrices.items() if matrix is decayed], "weight_decay": decay}
+            for decayed, decay in ((True, settings.weight_decay), (False, 0.0))
         ]
         groups = [group for group in groups if group["params"]]  # adapters are all matrices
         optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=tuple(settings.betas))
