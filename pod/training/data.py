@@ -244,13 +244,9 @@ class PodDataModule(LightningDataModule):
         sampler = self._sampler()
         loader = ResumableLoader(
             sampler.dataset,
-            batch_size=self.micro_batch_size,
             sampler=sampler,
-            num_workers=self.num_workers,
-            collate_fn=collate,
-            pin_memory=self._pins(),
             drop_last=True,
-            worker_init_fn=_outlive_interrupt,
+            **self._reading(),
             generator=torch.Generator(),  # iterators draw from it; from the global one dropout would resume elsewhere
         )
         loader.in_flight = self._in_flight
@@ -274,19 +270,18 @@ class PodDataModule(LightningDataModule):
                 f"{prepared.path} has no validation split: prepare with --held-out 0.01, name another prepared "
                 "directory as validation_path, or train without validation (limit_val_batches=0)"
             )
-        return DataLoader(
-            PreparedDataset(prepared, split),
-            batch_size=self.micro_batch_size,
-            shuffle=False,
-            num_workers=self.num_workers,
-            collate_fn=collate,
-            pin_memory=self._pins(),
-            worker_init_fn=_outlive_interrupt,
-        )
+        return DataLoader(PreparedDataset(prepared, split), **self._reading())
 
-    def _pins(self) -> bool:
-        """Whether batches go to a GPU. Pinning takes memory of the GPU too, which a run on the CPU leaves alone."""
-        return self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
+    def _reading(self) -> dict[str, Any]:
+        """What both loaders are made with."""
+        return {
+            "batch_size": self.micro_batch_size,
+            "num_workers": self.num_workers,
+            "collate_fn": collate,
+            # Pinning takes memory of the GPU too, which a run on the CPU leaves alone.
+            "pin_memory": self.trainer is not None and self.trainer.strategy.root_device.type == "cuda",
+            "worker_init_fn": _outlive_interrupt,
+        }
 
     def _in_flight(self) -> int:
         """Batches that Lightning has taken but whose step is not done: 1 when a checkpoint is written during a step."""
