@@ -22,7 +22,6 @@ SHOWN = {
     "train_divergence": "divergence from the teacher",
     "train_answer_loss": "loss of answers",
     "val_loss": "validation loss",
-    "val_divergence": "validation divergence",
     "val_bits_per_byte": "validation bits per byte",
     "val_passkey": "validation answers that are right",
     "grad_norm": "gradient norm",
