@@ -189,23 +189,16 @@ def choose_blocks(recipe: Recipe, out: Path, analyze: Analysis, is_resumed: bool
         config = first_config(recipe.model.base, recipe.model.config)
         shape = config.num_hidden_layers, config.num_key_value_heads
         blocks = blocks or LayerBlocks.uniform(*shape, wanted.size or 1)
-    if blocks is not None:
-        return _streaming(recipe, blocks)
-    if wanted.kv_saving == 0 and wanted.threshold is None:
-        return None
+    if blocks is not None and wanted.streaming:
+        model = recipe.model
+        sizes = model.sink_size, model.recent_size
+        return streamed(blocks, wanted.head_scores, wanted.streaming, first_config(model.base, model.config), sizes)
+    if blocks is not None or (wanted.kv_saving == 0 and wanted.threshold is None):
+        return blocks
     found = recipe.resume != "never" and (out / "blocks.json").exists()
     if found and (is_resumed or found_alike(out, recipe)):
         return LayerBlocks.load(out / "blocks.json")
     return analyze(recipe) if rank_zero_only.rank == 0 else None
-
-
-def _streaming(recipe: Recipe, blocks: LayerBlocks) -> LayerBlocks:
-    """The blocks, of which those stream that the recipe says."""
-    model, share = recipe.model, recipe.blocks.streaming
-    if not share:
-        return blocks
-    sizes = model.sink_size, model.recent_size
-    return streamed(blocks, recipe.blocks.head_scores, share, first_config(model.base, model.config), sizes)
 
 
 def loggers(recipe: Recipe, out: Path) -> list[Logger]:
@@ -270,16 +263,7 @@ def fit(recipe: Recipe, analyze: Analysis) -> lightning.Trainer:
     check_logger(recipe)
     if recipe.model.base is None:
         first_config(None, recipe.model.config)
-    data = PodDataModule(
-        recipe.data.path,
-        sequence_length=recipe.data.sequence_length,
-        length_intervals=recipe.data.length_intervals,
-        micro_batch_size=recipe.data.micro_batch_size,
-        seed=recipe.seed,
-        num_workers=recipe.data.num_workers,
-        shuffle=recipe.data.shuffle,
-        validation_path=recipe.data.validation_path,
-    )
+    data = PodDataModule(**recipe.data.model_dump(), seed=recipe.seed)
     out = output_folder(recipe)
     # The first of several processes has the folder for all of them.
     with locked(out / ".lock", out) if rank_zero_only.rank == 0 else contextlib.nullcontext():
