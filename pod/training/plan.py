@@ -182,22 +182,22 @@ def make_plan(recipe: Recipe, gpu: str = "H100", utilisation: float = 0.4) -> Pl
         check_heads(shape.heads, shape.kv_heads, spread)
     except ValueError as error:
         raise RecipeError(f"trainer.{error}") from error
-    share = recipe.model.share
-    if recipe.blocks.file is not None:
-        blocks = LayerBlocks.load(recipe.blocks.file)
+    wanted, blocks = recipe.blocks, None
+    if wanted.file is not None:
+        blocks = LayerBlocks.load(wanted.file)
         try:
             blocks.check(shape.layers, shape.kv_heads)
         except ValueError as error:
-            raise RecipeError(f"blocks.file={recipe.blocks.file}: {error}") from error
-        sharing = Sharing.of(blocks, share)
-    elif recipe.blocks.size is not None:
-        if recipe.blocks.size > shape.layers:
-            raise RecipeError(f"blocks.size={recipe.blocks.size}: the model has {shape.layers} layers")
-        sharing = Sharing.of(LayerBlocks.uniform(shape.layers, shape.kv_heads, recipe.blocks.size), share)
-    elif recipe.blocks.threshold is not None:
-        sharing = Sharing.at_most(shape, 0.25, share)  # where the most pairs go on
+            raise RecipeError(f"blocks.file={wanted.file}: {error}") from error
+    elif wanted.size is not None:
+        if wanted.size > shape.layers:
+            raise RecipeError(f"blocks.size={wanted.size}: the model has {shape.layers} layers")
+        blocks = LayerBlocks.uniform(shape.layers, shape.kv_heads, wanted.size)
+    if blocks is not None:
+        sharing = Sharing.of(blocks, recipe.model.share)
     else:
-        sharing = Sharing.at_most(shape, recipe.blocks.kv_saving, share)
+        most = wanted.kv_saving if wanted.threshold is None else 0.25  # where the most pairs go on
+        sharing = Sharing.at_most(shape, most, recipe.model.share)
     zero = trainer.strategy == "deepspeed"
     memory = Memory(
         shape,
@@ -232,7 +232,7 @@ def make_plan(recipe: Recipe, gpu: str = "H100", utilisation: float = 0.4) -> Pl
         devices=trainer.devices,
         accumulation=accumulate(recipe),
         steps=steps(recipe),
-        upper_bound=(recipe.blocks.file is None and recipe.blocks.size is None) or recipe.blocks.streaming > 0,
+        upper_bound=blocks is None or wanted.streaming > 0,
     )
 
 
