@@ -161,15 +161,20 @@ def is_held_out(text: str) -> bool:
     return int(digest(text)[:8], 16) < HELD_OUT * 2**32
 
 
-def within(texts: Iterable[str], limit: float) -> list[str]:
-    """Different texts of at least `LEAST` bytes, in the order of their hashes, until they have `limit` bytes."""
-    chosen, size = [], 0
-    for _, text in sorted({digest(text): text for text in texts if len(text.encode()) >= LEAST}.items()):
+def up_to(limit: float, texts: Iterable[str]) -> Iterator[str]:
+    """The texts until they have `limit` bytes."""
+    size = 0
+    for text in texts:
         if size >= limit:
             break
-        chosen.append(text)
+        yield text
         size += len(text.encode())
-    return chosen
+
+
+def within(texts: Iterable[str], limit: float) -> list[str]:
+    """Different texts of at least `LEAST` bytes, in the order of their hashes, until they have `limit` bytes."""
+    by_hash = {digest(text): text for text in texts if len(text.encode()) >= LEAST}
+    return list(up_to(limit, (text for _, text in sorted(by_hash.items()))))
 
 
 def lookups(texts: Sequence[str], weights: Sequence[float], count: int) -> Iterator[list[dict[str, str]]]:
@@ -235,13 +240,8 @@ def collect(files: list[Path], root: Path, limit: float) -> tuple[dict[str, list
     """
     code, code_held_out = ([module.decode() for module in modules] for modules in standard_library(HELD_OUT))
     # Which files are looked at is decided by their names' hashes: to set a manual page takes a tenth of a second.
-    chosen, size = [], 0
-    for file in sorted(manuals(root), key=lambda file: digest(str(file.relative_to(root)))):
-        if size >= limit * (1 + 2 * HELD_OUT):
-            break
-        if text := read_manual(file):
-            chosen.append(text)
-            size += len(text.encode())
+    looked_at = sorted(manuals(root), key=lambda file: digest(str(file.relative_to(root))))
+    chosen = list(up_to(limit * (1 + 2 * HELD_OUT), filter(None, map(read_manual, looked_at))))
     train = {
         "novel": within(novels(files), limit),
         "code": within(code, limit),
