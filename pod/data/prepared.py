@@ -250,10 +250,8 @@ class PreparedDataset(Dataset):
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         if self._maps is None:
-            entry = self.data.splits[self.split]
-            self._maps = {
-                kind: self.data.maps(self.split, kind) for kind in KINDS if kind == "tokens" or entry.get(kind)
-            }
+            first = self.data.splits[self.split]["shards"][0]  # as all are
+            self._maps = {kind: self.data.maps(self.split, kind) for kind in KINDS if kind in first}
         shard = bisect.bisect_right(self._ends, index)
         row = index - (self._ends[shard - 1] if shard else 0)
         return {kind: shards[shard][row] for kind, shards in self._maps.items()}

@@ -118,12 +118,6 @@ def find_units(sources: list[str]) -> list[Unit]:
         )
     units: list[Unit] = []
     group: list[tuple[str, tuple]] = []
-
-    def close() -> None:
-        if group:
-            units.append(Unit(tuple(name for name, _ in group), tuple(stamp for _, stamp in group)))
-            group.clear()
-
     seen: set[tuple[int, int]] = set()
     for name, shard in sorted(found.items()):
         stamp = (0, 0)  # of a shard that is missing, or a link that leads nowhere
@@ -140,8 +134,10 @@ def find_units(sources: list[str]) -> list[Unit]:
         else:
             group.append((name, stamp))
             if len(group) == UNIT_FILES or sum(size for _, (size, _) in group) >= UNIT_BYTES:
-                close()
-    close()
+                units.append(Unit(*zip(*group, strict=True)))
+                group = []
+    if group:
+        units.append(Unit(*zip(*group, strict=True)))
     return units + [Unit((str(part),), (part.state,), part=part) for part in parts]
 
 
