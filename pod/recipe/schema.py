@@ -45,7 +45,13 @@ class Recipe(Section):
     trainer: Trainer
 
     @model_validator(mode="after")
-    def _texts(self) -> Self:
+    def _goes_together(self) -> Self:
+        for check in (self._texts, self._processes, self._sharing, self._learning, self._unread):
+            check()
+        accumulate(self)
+        return self
+
+    def _texts(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
             raise RecipeError(f"name must be letters, digits, dot, dash and underscore; got {self.name!r}")
         if "\n" in self.description.strip():
@@ -58,10 +64,8 @@ class Recipe(Section):
                 raise RecipeError(
                     f"resume must be never, auto or a checkpoint's path; got {self.resume!r}, which is no file.{hint}"
                 )
-        return self
 
-    @model_validator(mode="after")
-    def _processes(self) -> Self:
+    def _processes(self) -> None:
         """What lies where, and who computes what."""
         model, trainer = self.model, self.trainer
         if model.config is not None and model.initialization == "torch" and trainer.strategy == "deepspeed":
@@ -84,14 +88,12 @@ class Recipe(Section):
                 f"trainer.sequence_parallel_size={trainer.sequence_parallel_size} is more than the tokens of a sample, "
                 f"data.sequence_length={self.data.sequence_length}"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _sharing(self) -> Self:
+    def _sharing(self) -> None:
         """Which layers share what."""
         blocks, model = self.blocks, self.model
         if not _shares(self):
-            return self
+            return
         if blocks.streaming and model.share in ("kv", "window"):
             raise RecipeError(
                 f"blocks.streaming={blocks.streaming:g}: with model.share={model.share} no head has keys and values of "
@@ -114,10 +116,8 @@ class Recipe(Section):
                 f"cover data.sequence_length ({self.data.sequence_length}). Lower them, lengthen the samples, or set "
                 "blocks.kv_saving=0 for a dense model"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _learning(self) -> Self:
+    def _learning(self) -> None:
         """A teacher and adapters."""
         model, weight, lora = self.model, self.distill.weight, self.lora
         if weight and not (_shares(self) or model.share == "window"):
@@ -145,10 +145,8 @@ class Recipe(Section):
                 f"distill.weight={weight:g}, model.share=kv and trainer.strategy=deepspeed: a sharded checkpoint "
                 "leaves out what is frozen, the teacher and the unused projections alike; set distill.weight=0"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _unread(self) -> Self:
+    def _unread(self) -> None:
         """Settings that nothing would read, where another one says so; at their defaults they are nobody's wish."""
         unread = {
             "trainer.zero_stage": (self.trainer.strategy != "deepspeed", "trainer.strategy=deepspeed"),
@@ -166,12 +164,6 @@ class Recipe(Section):
             value, default = attrgetter(key)(self), schema()[key].default
             if ignored and value != default:
                 raise RecipeError(f"{key}={one_line(value)} needs {needed}; set {key}={one_line(default)}")
-        return self
-
-    @model_validator(mode="after")
-    def _steps(self) -> Self:
-        accumulate(self)
-        return self
 
 
 def _shares(recipe: Recipe) -> bool:
