@@ -274,7 +274,7 @@ class PodModule(lightning.LightningModule):
             loss = loss + self.sections.trainer.answer_weight * answer_loss
         return loss
 
-    def _keep_exact(self) -> None:
+    def on_fit_start(self) -> None:
         """What `precision=bf16-true` rounds beside the weights: RoPE's frequencies, which no checkpoint has; means."""
         for module, name, exact in self._exact:
             buffer = getattr(module, name)
@@ -283,11 +283,7 @@ class PodModule(lightning.LightningModule):
         for metric in (self.validation_loss, self.validation_answers, *self.validation_gates):
             metric.set_dtype(torch.float32)
 
-    def on_fit_start(self) -> None:
-        self._keep_exact()
-
-    def on_validation_start(self) -> None:
-        self._keep_exact()
+    on_validation_start = on_fit_start
 
     def setup(self, stage: str) -> None:
         # The first process may have analysed the model while the others waited.
