@@ -19,20 +19,15 @@ def histogram(lengths: np.ndarray) -> dict[str, Any]:
     power = np.frexp(lengths)[1] - 1  # exact, where a logarithm would round
     first, count = int(power.min()), int(power.max() - power.min()) + 1
     documents = np.bincount(power - first, minlength=count)
-    tokens = np.zeros(count, np.int64)
-    np.add.at(tokens, power - first, lengths)
+    tokens = np.bincount(power - first, lengths, count).astype(np.int64)
+    edges = [2**each for each in range(first, first + count + 1)]
     return {
         "shortest": int(lengths.min()),
         "median": float(np.median(lengths)),
         "mean": float(lengths.mean()),
         "longest": int(lengths.max()),
         "bins": [
-            {
-                "from": 2 ** (first + i),
-                "to": 2 ** (first + i + 1),
-                "documents": int(documents[i]),
-                "tokens": int(tokens[i]),
-            }
+            {"from": edges[i], "to": edges[i + 1], "documents": int(documents[i]), "tokens": int(tokens[i])}
             for i in range(count)
         ],
     }

@@ -301,8 +301,7 @@ class PodDataModule(LightningDataModule):
         if self._loader is not None:
             position = self._loader.state_dict()
         return {
-            "epoch": position["epoch"],
-            "samples": position["samples"],
+            **position,
             "seed": self.seed,
             "shuffle": self.shuffle,
             "data": self.prepared.fingerprint("train"),
