@@ -27,7 +27,8 @@ from pod.training.plan import show_plan
 @exit_status
 def main(arguments: list[str]) -> int:
     if any(argument.startswith("plan=") for argument in arguments):
-        return show_plan(arguments)
+        show_plan(arguments)
+        return 0
     if not arguments or {"--help", "-h"} & set(arguments):
         main_recipe(arguments, "pod.fit")  # prints, and ends here
     require("train", "lightning", "torchdata", "torchmetrics", "matplotlib", what="pod.fit")

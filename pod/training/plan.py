@@ -6,7 +6,6 @@ Nothing is loaded: of the model, only the fields of its config are needed. Where
 known yet, it is the largest that the recipe's saving allows.
 """
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -236,25 +235,19 @@ def make_plan(recipe: Recipe, gpu: str = "H100", utilisation: float = 0.4) -> Pl
     )
 
 
-def show_plan(arguments: Sequence[str]) -> int:
+def show_plan(arguments: Sequence[str]) -> None:
     """`python -m pod.fit recipe=NAME [key=value ...] plan=true [gpu=NAME] [utilisation=X]`: print the plan.
 
-    Returns:
-        the exit status: 2 after an error, whose message went to stderr.
+    Raises:
+        RecipeError: an argument that is none; as `load_recipe` and `make_plan`.
     """
     given = dict(argument.partition("=")[::2] for argument in arguments)
+    if given["plan"] != "true":
+        raise RecipeError(f"plan={given['plan']}: write plan=true, or leave it out to train")
     try:
-        if given["plan"] != "true":
-            raise RecipeError(f"plan={given['plan']}: write plan=true, or leave it out to train")
-        try:
-            utilisation = float(given.get("utilisation", "0.4"))
-        except ValueError:
-            raise RecipeError(f"utilisation={given['utilisation']}: wanted a number") from None
-        own = ("plan=", "gpu=", "utilisation=")
-        recipe = load_recipe([argument for argument in arguments if not argument.startswith(own)])
-        plan = make_plan(recipe, given.get("gpu", "H100"), utilisation)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print("\n".join(plan.lines()))
-    return 0
+        utilisation = float(given.get("utilisation", "0.4"))
+    except ValueError:
+        raise RecipeError(f"utilisation={given['utilisation']}: wanted a number") from None
+    own = ("plan=", "gpu=", "utilisation=")
+    recipe = load_recipe([argument for argument in arguments if not argument.startswith(own)])
+    print("\n".join(make_plan(recipe, given.get("gpu", "H100"), utilisation).lines()))
