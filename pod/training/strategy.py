@@ -25,7 +25,6 @@ import torch.distributed as dist
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import DeepSpeedStrategy
-from lightning.pytorch.strategies.deepspeed import remove_module_hooks
 from torch import Tensor, nn
 
 from pod.extras import require
@@ -145,6 +144,12 @@ class UlyssesDeepSpeedStrategy(DeepSpeedStrategy):
             self.sequence_group = SequenceGroup(size, self.global_rank % size, groups[self.global_rank // size])
 
     @property
+    def root_device(self) -> torch.device:
+        """The process's device, with an index: Lightning hands that on to DeepSpeed, and a CPU has none."""
+        device = super().root_device
+        return torch.device("cpu", 0) if device.type == "cpu" else device
+
+    @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
         """Samplers share the samples out among groups, not among ranks."""
         size = self.sequence_parallel_size
@@ -171,36 +176,7 @@ class UlyssesDeepSpeedStrategy(DeepSpeedStrategy):
         for part in model.modules():
             if isinstance(part, PodDecoderLayer | PodAttention):
                 part.pre_bwd_fn = _Unhooked
-        if not self._on_cpu:
-            return super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
-        return self._initialize(
-            self.config,
-            model,
-            optimizer=optimizer,
-            lr_scheduler=lr_scheduler,
-            model_parameters=[parameter for parameter in model.parameters() if parameter.requires_grad],
-        )
-
-    def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
-        if not self._on_cpu:
-            super()._initialize_deepspeed_inference(model)
-            return
-        wanted = ["bf16", "fp16"]
-        if self.zero_stage_3:
-            wanted += ["zero_allow_untested_optimizer", "zero_optimization"]
-        config = {"train_micro_batch_size_per_gpu": 1} | {key: self.config[key] for key in wanted if key in self.config}
-        remove_module_hooks(model)
-        self.model, _ = self._initialize(config, model, model_parameters=[])
-
-    @staticmethod
-    def _initialize(config: dict[str, Any], model: nn.Module, **arguments: Any) -> tuple[Any, Any]:
-        import deepspeed
-
-        # Without `args`: Lightning would hand over the device's index there, and a CPU has none.
-        engine, optimizer, _, _ = deepspeed.initialize(
-            config=config, model=model, dist_init_required=False, **arguments
-        )
-        return engine, optimizer
+        return super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         # Lightning has divided the loss by the number of accumulated micro-batches already.
