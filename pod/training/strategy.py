@@ -35,10 +35,8 @@ COMPLETE = "complete.json"  # in a checkpoint's directory: all shards are writte
 UNIVERSAL = "universal"  # beside its shards, while it is read by another number of processes
 
 
-def world_size_of(checkpoint: Path) -> int | None:
-    """How many processes wrote a checkpoint directory; None for a file, which any number may read."""
-    if not checkpoint.is_dir():
-        return None
+def world_size_of(checkpoint: Path) -> int:
+    """How many processes wrote a checkpoint directory."""
     return json.loads((checkpoint / COMPLETE).read_text())["world_size"]
 
 
