@@ -138,9 +138,8 @@ def manuals(root: Path) -> Iterator[Path]:
             continue
         wanted = re.compile(pattern, re.IGNORECASE)
         for file in sorted((root / place).rglob("*")):
-            if file.is_symlink() or not file.is_file() or not wanted.fullmatch(str(file.relative_to(root / place))):
-                continue
-            yield file
+            if not file.is_symlink() and file.is_file() and wanted.fullmatch(str(file.relative_to(root / place))):
+                yield file
 
 
 def read_manual(file: Path) -> str | None:

@@ -269,11 +269,8 @@ def main_recipe(argv: Sequence[str], command_name: str) -> Recipe:
     Raises:
         SystemExit: 0 after the list or the help, 2 after a RecipeError, whose message went to stderr.
     """
-    if {"--help", "-h"} & set(argv):
-        print(help_text(command_name))
-        raise SystemExit(0)
-    if not argv:
-        print(_listing(command_name))
+    if not argv or {"--help", "-h"} & set(argv):
+        print(help_text(command_name) if argv else _listing(command_name))
         raise SystemExit(0)
     try:
         recipe = load_recipe(argv)

@@ -226,11 +226,10 @@ class PodDataModule(LightningDataModule):
             return ResumableSampler(
                 dataset,
                 micro_batch_size=self.micro_batch_size,
-                num_replicas=share.get("num_replicas", 1),
-                rank=share.get("rank", 0),
                 seed=self.seed,
                 shuffle=self.shuffle,
                 accumulation=trainer.accumulate_grad_batches if trainer is not None else 1,
+                **share,
             )
         except ValueError as error:
             raise ValueError(f"{self.prepared.path}: {error}") from None
