@@ -205,6 +205,12 @@ def test_the_teacher_of_a_window_model_sees_everything(base):
     assert (module.model(batch["input_ids"], use_cache=False).logits - taught).abs().max() > 0.01
 
 
+def test_the_forward_of_the_teacher_is_counted_with_adapters_too(base):
+    alone, taught = (a_module(base, lora={"rank": 2}, distill={"weight": weight}) for weight in (0.0, 0.5))
+    frozen = sum(p.numel() for p in taught.model.parameters() if not p.requires_grad)
+    assert taught.flops_per_token() - alone.flops_per_token() == 2 * frozen > 0
+
+
 def test_a_resumed_run_distills_on(base):
     module = a_module(base, distill={"weight": 0.5})
     steps(module)

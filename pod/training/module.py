@@ -334,13 +334,14 @@ class PodModule(lightning.LightningModule):
     def flops_per_token(self) -> float:
         """Floating-point operations of forward and backward per token, attention left out.
 
-        6 per parameter that is trained, 4 per frozen one, 0 per unused one, 2 per one of the teacher.
+        6 per parameter that is trained, 4 per frozen one, 0 per unused one, 2 per one of the teacher; with LoRA that is
+        the model itself.
         """
         unused = {id(p) for layer in self.model.model.layers for p in layer.self_attn.unused_parameters()}
         used = (p for p in self.model.parameters() if id(p) not in unused)
         student = sum((6 if p.requires_grad else 4) * math.prod(_shape(p)) for p in used)
-        teacher = 0 if self.teacher is None else sum(math.prod(_shape(p)) for p in self.teacher.parameters())
-        return float(student + 2 * teacher)
+        taught = (self.teacher or self.model).parameters() if self.sections.distill.weight else ()
+        return float(student + 2 * sum(math.prod(_shape(p)) for p in taught if not p.requires_grad))
 
     def _peak_flops(self) -> float | None:
         """bf16 FLOP/s of the device; None: its name is not known, and no utilisation is logged."""
