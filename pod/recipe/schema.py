@@ -151,10 +151,7 @@ class Recipe(Section):
         unread = {
             "trainer.zero_stage": (self.trainer.strategy != "deepspeed", "trainer.strategy=deepspeed"),
             "distill.temperature": (not self.distill.weight, "a distill.weight above 0"),
-            "model.initialization": (
-                self.model.base is not None,
-                "model.config: it draws the weights of a new model",
-            ),
+            "model.initialization": (self.model.base is not None, "model.config: it draws the weights of a new model"),
             "blocks.threshold": (self.blocks.file is not None, "blocks.file=null, which names the blocks already"),
         }
         unread |= dict.fromkeys(

@@ -299,12 +299,7 @@ class PodDataModule(LightningDataModule):
         position = self._resume or {"epoch": 0, "samples": 0}
         if self._loader is not None:
             position = self._loader.state_dict()
-        return {
-            **position,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-            "data": self.prepared.fingerprint("train"),
-        }
+        return {**position, "seed": self.seed, "shuffle": self.shuffle, "data": self.prepared.fingerprint("train")}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Let the next `train_dataloader` go on at a saved position.

@@ -10,11 +10,7 @@ import torch
 import torchmetrics
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    PreTrainedModel,
-    get_cosine_with_min_lr_schedule_with_warmup,
-)
+from transformers import AutoModelForCausalLM, PreTrainedModel, get_cosine_with_min_lr_schedule_with_warmup
 
 from pod.blocks import LayerBlocks
 from pod.files import opening
