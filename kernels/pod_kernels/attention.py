@@ -167,25 +167,11 @@ def shared_score_attention(
     Raises:
         ValueError: shapes, dtypes, sizes or lengths do not fit, no such backend, or it cannot run here; says which.
     """
+    options = {"sink_size": sink_size, "recent_size": recent_size, "scale": scale, "lengths": lengths}
+    options |= {"document_ids": document_ids, "return_lse": return_lse, "return_gate": return_gate}
     if window_only and not isinstance(window_only, bool):
-        options = {"sink_size": sink_size, "recent_size": recent_size, "scale": scale, "lengths": lengths}
-        options |= {"document_ids": document_ids, "return_lse": return_lse, "return_gate": return_gate}
         return _by_heads(q, k, v, q_distant, k_distant, window_only, backend=backend, **options)
-    problem = Problem(
-        q,
-        k,
-        v,
-        q_distant,
-        k_distant,
-        sink_size=sink_size,
-        recent_size=recent_size,
-        scale=scale,
-        lengths=lengths,
-        document_ids=document_ids,
-        window_only=bool(window_only),
-        return_lse=return_lse,
-        return_gate=return_gate,
-    )
+    problem = Problem(q, k, v, q_distant, k_distant, window_only=bool(window_only), **options)
     training = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (q, k, v, q_distant, k_distant)
     )
