@@ -53,14 +53,8 @@ def distant_keys(queries, S, R, KEY_TILE: tl.constexpr, SPANS: tl.constexpr):
     plain_end = _clamp(tl.maximum(first - R + 1, 0) // KEY_TILE, plain, end)
     other_begin = tl.maximum(other_begin, end)
     other = tl.maximum(other_end - other_begin, 0)
-    return (begin, plain - begin, plain_end, end - plain_end, other_begin, other), (
-        plain,
-        plain_end - plain,
-        0,
-        0,
-        0,
-        0,
-    )
+    masked = (begin, plain - begin, plain_end, end - plain_end, other_begin, other)
+    return masked, (plain, plain_end - plain, 0, 0, 0, 0)
 
 
 @triton.jit
@@ -79,14 +73,8 @@ def proximal_keys(queries, S, R, KEY_TILE: tl.constexpr, SPANS: tl.constexpr):
     plain = tl.maximum(tl.cdiv(tl.maximum(last - R + 1, 0), KEY_TILE), tl.cdiv(low, KEY_TILE))
     plain = tl.where(low == high, _clamp(plain, window, end), end)
     plain_end = _clamp((first + 1) // KEY_TILE, plain, end)
-    return (begin, sink_end - begin, window, plain - window, plain_end, end - plain_end), (
-        plain,
-        plain_end - plain,
-        0,
-        0,
-        0,
-        0,
-    )
+    masked = (begin, sink_end - begin, window, plain - window, plain_end, end - plain_end)
+    return masked, (plain, plain_end - plain, 0, 0, 0, 0)
 
 
 @triton.jit
@@ -109,14 +97,8 @@ def distant_queries(keys, stops, stop, S, R, QUERY_TILE: tl.constexpr, SPANS: tl
     plain = tl.where(is_plain, _clamp(tl.cdiv(last + R, QUERY_TILE), begin, end), end)
     plain_end = _clamp(stop // QUERY_TILE, plain, end)
     other = other_end - other_begin
-    return (begin, plain - begin, plain_end, end - plain_end, other_begin, other), (
-        plain,
-        plain_end - plain,
-        0,
-        0,
-        0,
-        0,
-    )
+    masked = (begin, plain - begin, plain_end, end - plain_end, other_begin, other)
+    return masked, (plain, plain_end - plain, 0, 0, 0, 0)
 
 
 @triton.jit
