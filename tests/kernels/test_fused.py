@@ -371,8 +371,8 @@ from pod_kernels.triton import fused, fused_tiles
 
 for name, kernel in fused.KERNELS.items():
     launch = fused.HOPPER[name, 128]
-    constants = {"DIM": 128, "PADDED": 128, "QUERY_TILE": launch.query_tile, "KEY_TILE": launch.key_tile}
-    constants |= {"DISTANT": True, "SPANS": True, "GATE": True}
+    cut = fused_tiles.Tiles(128, 128, launch.query_tile, launch.key_tile)
+    constants = {"CUT": cut, "DISTANT": True, "SPANS": True, "GATE": True}
     constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
     types, aligned = {}, {}
     for place, argument in enumerate(kernel.arg_names):

@@ -15,6 +15,7 @@ from torch import Tensor
 from pod_kernels.attention import Problem, sequence_spans
 from pod_kernels.triton.fused_backward import key_grad_kernel, query_grad_kernel
 from pod_kernels.triton.fused_forward import forward_kernel
+from pod_kernels.triton.fused_tiles import Tiles
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # as it was when the kernels were made
 
@@ -145,10 +146,7 @@ class _Kernels:
                 self.length,
                 section,
                 *self.sizes,
-                DIM=self.dim,
-                PADDED=padded,
-                QUERY_TILE=launch.query_tile,
-                KEY_TILE=launch.key_tile,
+                CUT=Tiles(self.dim, padded, launch.query_tile, launch.key_tile),
                 DISTANT=self.distant,
                 SPANS=self.spans is not None,
                 **constants,

@@ -24,30 +24,16 @@ from pod_kernels.triton.softmax import LN_2, LOG2_E
 
 @triton.jit
 def _attend(
-    out,
-    peak,
-    total,
-    q,
-    columns,
-    starts,
-    k_head,
-    v_head,
-    length,
-    S,
-    R,
-    scale,
-    runs,
-    MASKED: tl.constexpr,
-    DISTANT: tl.constexpr,
-    DIM: tl.constexpr,
-    PADDED: tl.constexpr,
-    KEY_TILE: tl.constexpr,
+    state, q, queries, k_head, v_head, sizes, runs, MASKED: tl.constexpr, DISTANT: tl.constexpr, CUT: tl.constexpr
 ):
     """The online softmax of a tile of queries over three runs of tiles of keys."""
+    out, peak, total = state
+    columns, starts = queries[0], queries[1]
+    length, S, R, scale = sizes
     for index in tl.range(0, runs[1] + runs[3] + runs[5]):
-        first = tile_of(index, runs) * KEY_TILE
-        keys = first + tl.arange(0, KEY_TILE)
-        k = load(k_head, first, keys < length, KEY_TILE, DIM, PADDED, MASKED)
+        first = tile_of(index, runs) * CUT.key_tile
+        keys = first + tl.arange(0, CUT.key_tile)
+        k = load(k_head, first, keys < length, CUT.key_tile, CUT, MASKED)
         logits = tl.dot(q, tl.trans(k), input_precision="ieee")
         if MASKED:
             seen = wanted(columns[:, None], keys[None, :], starts[:, None], S, R, DISTANT)
@@ -58,7 +44,7 @@ def _attend(
         weights = tl.exp2(logits * scale - base[:, None])
         fade = tl.exp2(peak - base)
         total = total * fade + tl.sum(weights, 1)
-        v = load(v_head, first, keys < length, KEY_TILE, DIM, PADDED, MASKED)
+        v = load(v_head, first, keys < length, CUT.key_tile, CUT, MASKED)
         out = tl.dot(weights.to(v.dtype), v, out * fade[:, None], input_precision="ieee")
         peak = new_peak
     return out, peak, total
@@ -83,56 +69,42 @@ def forward_kernel(
     S,
     R,
     scale,
-    DIM: tl.constexpr,
-    PADDED: tl.constexpr,
-    QUERY_TILE: tl.constexpr,
-    KEY_TILE: tl.constexpr,
+    CUT: tl.constexpr,
     DISTANT: tl.constexpr,
     SPANS: tl.constexpr,
     GATE: tl.constexpr,
 ):
     """out, lse and gate of a tile of queries."""
-    tiles = tl.cdiv(length, QUERY_TILE)
+    tiles = tl.cdiv(length, CUT.query_tile)
     tile, flat_head = program_of(tiles, batch * heads, section)
-    begin = (tiles - 1 - tile) * QUERY_TILE  # the longest rows of tiles first
+    begin = (tiles - 1 - tile) * CUT.query_tile  # the longest rows of tiles first
     row, head = flat_head // heads, flat_head % heads
     b, h, h_kv = row.to(tl.int64), head.to(tl.int64), (head // groups).to(tl.int64)
     k_head, v_head = head_of(k, b, h_kv), head_of(v, b, h_kv)
-    queries = tokens(spans, row, begin, length, QUERY_TILE, SPANS)
-    columns, starts, real = queries[0], queries[1], queries[2]
-    scale *= LOG2_E
+    queries = tokens(spans, row, begin, length, CUT.query_tile, SPANS)
+    columns, real = queries[0], queries[2]
+    sizes = length, S, R, scale * LOG2_E
 
-    sums = tl.zeros([QUERY_TILE, PADDED], tl.float32)
-    peak = tl.full([QUERY_TILE], -float("inf"), tl.float32)
-    total = tl.zeros([QUERY_TILE], tl.float32)
+    sums = tl.full([CUT.query_tile, CUT.padded], 0.0, tl.float32)
+    peak = tl.full([CUT.query_tile], -float("inf"), tl.float32)
+    state = sums, peak, tl.full([CUT.query_tile], 0.0, tl.float32)
     if DISTANT:
-        asked = load(head_of(q_distant, b, h), begin, real, QUERY_TILE, DIM, PADDED, True)
+        asked = load(head_of(q_distant, b, h), begin, real, CUT.query_tile, CUT, True)
         far_head = head_of(k_distant, b, h_kv)
-        masked, plain = distant_keys(queries, S, R, KEY_TILE, SPANS)
-        sums, peak, total = _attend(
-            sums, peak, total, asked, columns, starts, far_head, v_head, length, S, R, scale,
-            masked, True, True, DIM, PADDED, KEY_TILE,
-        )  # fmt: skip
-        sums, peak, total = _attend(
-            sums, peak, total, asked, columns, starts, far_head, v_head, length, S, R, scale,
-            plain, False, True, DIM, PADDED, KEY_TILE,
-        )  # fmt: skip
-    distant_peak, distant_total = peak, total
-    asked = load(head_of(q, b, h), begin, real, QUERY_TILE, DIM, PADDED, True)
-    masked, plain = proximal_keys(queries, S, R, KEY_TILE, SPANS)
-    sums, peak, total = _attend(
-        sums, peak, total, asked, columns, starts, k_head, v_head, length, S, R, scale,
-        plain, False, False, DIM, PADDED, KEY_TILE,
-    )  # fmt: skip
-    sums, peak, total = _attend(
-        sums, peak, total, asked, columns, starts, k_head, v_head, length, S, R, scale,
-        masked, True, False, DIM, PADDED, KEY_TILE,
-    )  # fmt: skip
+        masked, plain = distant_keys(queries, S, R, CUT.key_tile, SPANS)
+        state = _attend(state, asked, queries, far_head, v_head, sizes, masked, True, True, CUT)
+        state = _attend(state, asked, queries, far_head, v_head, sizes, plain, False, True, CUT)
+    _, distant_peak, distant_total = state
+    asked = load(head_of(q, b, h), begin, real, CUT.query_tile, CUT, True)
+    masked, plain = proximal_keys(queries, S, R, CUT.key_tile, SPANS)
+    state = _attend(state, asked, queries, k_head, v_head, sizes, plain, False, False, CUT)
+    state = _attend(state, asked, queries, k_head, v_head, sizes, masked, True, False, CUT)
 
+    sums, peak, total = state
     # Rows of padding saw nothing or, in an unmasked loop, what is not theirs.
     total = tl.where(real, total, 1.0)
     sums = tl.where(real[:, None], sums / total[:, None], 0.0)
-    store(head_of(out, b, h), begin, length, sums, QUERY_TILE, DIM, PADDED)
+    store(head_of(out, b, h), begin, length, sums, CUT.query_tile, CUT)
     offsets = flat_head.to(tl.int64) * length + columns
     log_sum = tl.where(real, (peak + tl.log2(total)) * LN_2, -float("inf"))
     tl.store(lse + offsets, log_sum, mask=columns < length)

@@ -21,12 +21,28 @@ With padding or documents a tensor `spans` [2, B, T] holds, for each token, the 
 column after the last one; a padded token has the first at T and the last at 0, so that it sees nothing.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 # Numbers whose values are no reason to compile again.
 ANY = ["batch", "heads", "kv_heads", "groups", "length", "section", "S", "R", "scale"]
 NEVER = tl.constexpr(2**30)
+
+
+class Tiles(NamedTuple):
+    """How the work is cut.
+
+    Attributes:
+        dim, padded: D, and as kernels take it, a power of two.
+        query_tile, key_tile: tokens of a tile.
+    """
+
+    dim: int
+    padded: int
+    query_tile: int
+    key_tile: int
 
 
 @triton.jit
@@ -174,26 +190,26 @@ def group_of(tensor, row, head):
 
 
 @triton.jit
-def load(head, first, real, ROWS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, CHECK: tl.constexpr):
-    """[ROWS, PADDED] from row `first` on; zero beyond DIM, and in rows not `real` where that is to be checked."""
+def load(head, first, real, ROWS: tl.constexpr, CUT: tl.constexpr, CHECK: tl.constexpr):
+    """[ROWS, padded] from row `first` on; zero beyond dim, and in rows not `real` where that is to be checked."""
     base, stride = head
-    rows, dims = tl.arange(0, ROWS), tl.arange(0, PADDED)
+    rows, dims = tl.arange(0, ROWS), tl.arange(0, CUT.padded)
     # 64 bits: a token's offset in a sequence of a million passes 2 ** 31.
     pointers = base + first.to(tl.int64) * stride + rows[:, None] * stride + dims[None, :]
-    if CHECK and DIM != PADDED:
-        return tl.load(pointers, mask=real[:, None] & (dims < DIM)[None, :], other=0.0)
+    if CHECK and CUT.dim != CUT.padded:
+        return tl.load(pointers, mask=real[:, None] & (dims < CUT.dim)[None, :], other=0.0)
     elif CHECK:
         return tl.load(pointers, mask=real[:, None], other=0.0)
-    elif DIM != PADDED:
-        return tl.load(pointers, mask=(dims < DIM)[None, :], other=0.0)
+    elif CUT.dim != CUT.padded:
+        return tl.load(pointers, mask=(dims < CUT.dim)[None, :], other=0.0)
     else:
         return tl.load(pointers)
 
 
 @triton.jit
-def store(head, first, length, values, ROWS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr):
+def store(head, first, length, values, ROWS: tl.constexpr, CUT: tl.constexpr):
     base, stride = head
-    rows, dims = tl.arange(0, ROWS), tl.arange(0, PADDED)
+    rows, dims = tl.arange(0, ROWS), tl.arange(0, CUT.padded)
     pointers = base + first.to(tl.int64) * stride + rows[:, None] * stride + dims[None, :]
-    mask = (first + rows < length)[:, None] & (dims < DIM)[None, :]
+    mask = (first + rows < length)[:, None] & (dims < CUT.dim)[None, :]
     tl.store(pointers, values.to(base.dtype.element_ty), mask=mask)
