@@ -248,16 +248,10 @@ class CascadeState:
         """All of it."""
         return [self.positions, self.rings] + ([] if self.scores is None else [self.scores])
 
-    def part(self, heads: slice) -> "CascadeState":
-        """Views of the state of some heads."""
-        return self._indexed(heads)
-
-    def select(self, rows: Tensor) -> "CascadeState":
-        """The state of the rows `rows` [n]."""
-        return self._indexed((slice(None), rows))
-
-    def _indexed(self, index: slice | tuple) -> "CascadeState":
-        return CascadeState(**{name: None if part is None else part[index] for name, part in vars(self).items()})
+    def part(self, heads: slice, rows: Tensor | slice = slice(None)) -> "CascadeState":
+        """The state of some heads and rows [n]: views, where the rows are a slice."""
+        parts = {name: None if part is None else part[heads, rows] for name, part in vars(self).items()}
+        return CascadeState(**parts)
 
     def ranks(self, cascades: Cascades, ranks: Tensor) -> Tensor:
         """The place of each slot's token among the kept ones, oldest first.

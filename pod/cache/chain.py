@@ -326,7 +326,7 @@ class ChainStorage(Storage):
         return list(self.state()[0].values())
 
     def select_rows(self, rows: Tensor) -> None:
-        self._state = self._state.select(rows)
+        self._state = self._state.part(slice(None), rows)
         for index, old in enumerate(self._layers):
             parts = {name: getattr(old, name).of_rows(rows) for name in PARTS}
             self._layers[index] = ChainLayer(**parts, state=self._state_of(index))
