@@ -82,22 +82,13 @@ class Tiles:
             device: of the tensors.
         """
         counts = np.diff(starts)
-        return [
-            cls._of(chosen, starts, counts, lengths, min(TILE, 1 << int(counts[chosen].max() - 1).bit_length()), device)
-            for chosen in (np.flatnonzero(counts == 1), np.flatnonzero(counts > 1))
-            if len(chosen)
-        ]
+        kinds = np.flatnonzero(counts == 1), np.flatnonzero(counts > 1)
+        return [cls._of(chosen, starts, lengths, device) for chosen in kinds if len(chosen)]
 
     @classmethod
-    def _of(
-        cls,
-        chosen: np.ndarray,
-        starts: np.ndarray,
-        counts: np.ndarray,
-        lengths: np.ndarray,
-        width: int,
-        device: torch.device,
-    ) -> "Tiles":
+    def _of(cls, chosen: np.ndarray, starts: np.ndarray, lengths: np.ndarray, device: torch.device) -> "Tiles":
+        counts = np.diff(starts)
+        width = min(TILE, 1 << int(counts[chosen].max() - 1).bit_length())
         pieces = -(-counts[chosen] // width)
         rows = np.repeat(chosen, pieces)
         offsets = width * (np.arange(len(rows)) - np.repeat(np.cumsum(pieces) - pieces, pieces))
