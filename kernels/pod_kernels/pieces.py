@@ -123,15 +123,3 @@ def _squares(length: int, recent_size: int) -> list[Piece]:
         first = whole - recent_size
         pieces.append(Piece((whole, length - 1), (first + 1, first + rest), "causal", reversed=True))
     return pieces
-
-
-def multiplied_pairs(length: int, sink_size: int, recent_size: int) -> int:
-    """Query-key pairs that a kernel without a sliding window multiplies for one head, masked ones included.
-
-    For length >= 4 * recent_size at most 1.1 * length * (length + 1) / 2, the pairs of plain causal attention.
-
-    Args:
-        length: tokens of the sequence, T.
-        sink_size, recent_size: as in `shared_score_attention`.
-    """
-    return sum(piece.multiplied_pairs for piece in plan(length, sink_size, recent_size, distant=True))
