@@ -22,10 +22,9 @@ from pod_kernels.triton.splits import Parts, asked_at, leave
 
 
 @triton.jit
-def _begins(store, table, row, slot, position, inside, BLOCK: tl.constexpr):
+def _begins(store, row, slot, position, inside, BLOCK: tl.constexpr):
     """Where the vectors `slot` of a request's tokens at `position` begin: block by block, as its table says."""
-    _, block_stride, slot_stride, token_stride = store
-    numbers, row_stride = table
+    _, block_stride, slot_stride, token_stride, numbers, row_stride = store
     number = tl.load(numbers + row * row_stride + position // BLOCK, mask=inside, other=0).to(tl.int64)
     return number * block_stride + slot * slot_stride + position % BLOCK * token_stride
 
@@ -34,27 +33,23 @@ def _begins(store, table, row, slot, position, inside, BLOCK: tl.constexpr):
 def _attend_blocks(
     q,
     keys,
-    key_table,
     values,
-    value_table,
     heads,
     slots,
     tiles,
     parts,
-    first_split,
     splits,
-    sink_size,
-    recent_size,
-    scale,
+    sizes,
     CUT: tl.constexpr,
     WIDTH: tl.constexpr,
     REPEAT: tl.constexpr,
     BLOCK: tl.constexpr,
     DISTANT: tl.constexpr,
 ):
-    """Grid (N, REPEAT * KV heads of this launch, `splits` of the parts, the first of them `first_split`)."""
+    """Grid (N, REPEAT * KV heads of this launch, parts); `splits`: the first of the parts, and how many."""
     tile, index, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     rows, first_at, last_at = tiles
+    sink_size, recent_size, scale = sizes
     row, first, last = tl.load(rows + tile), tl.load(first_at + tile).to(tl.int32), tl.load(last_at + tile).to(tl.int32)
     kv_head = tl.load(heads + index // REPEAT).to(tl.int32)
     key_slot = tl.load(slots[0] + index // REPEAT).to(tl.int64)
@@ -73,13 +68,13 @@ def _attend_blocks(
         begin = tl.maximum(first - recent_size + 1, sinks)
         count = sinks + last + 1 - begin
     most, total, sums = nothing(CUT.lanes, CUT.dim_2)
-    share = portion(count, splits, CUT.block)
+    share = portion(count, splits[1], CUT.block)
     end = tl.minimum(count, (split + 1) * share)
     for start in range(split * share, end, CUT.block):
         place = start + tl.arange(0, CUT.block)
         inside = place < end
         position = tl.where(place < sinks, place, begin + place - sinks)
-        key_at = _begins(keys, key_table, row, key_slot, position, inside, BLOCK)
+        key_at = _begins(keys, row, key_slot, position, inside, BLOCK)
         key = vectors(keys[0], key_at, inside, CUT.dim, CUT.dim_2)
         distance = at[:, None] - position[None, :]
         if DISTANT:
@@ -88,56 +83,10 @@ def _attend_blocks(
             seen = (distance >= 0) & ((position < sink_size)[None, :] | (distance < recent_size))
         logits = tl.dot(asked, tl.trans(key), input_precision="ieee") * (scale * LOG2_E)
         logits = tl.where(seen & inside[None, :], logits, float("-inf"))
-        value_at = _begins(values, value_table, row, value_slot, position, inside, BLOCK)
+        value_at = _begins(values, row, value_slot, position, inside, BLOCK)
         value = vectors(values[0], value_at, inside, CUT.dim, CUT.dim_2)
         most, total, sums = gather(most, total, sums, logits, value)
-    leave(parts, tile * CUT.kv_heads + head, first_split + split, most, total, total * 0.0, sums, True, True, CUT)
-
-
-def _launch(
-    asked: Tensor,
-    keys: Sequence[Part],
-    values: Sequence[Part],
-    tiles: Tiles,
-    split: Parts,
-    splits: range,
-    repeat: int,
-    distant: bool,
-    sink_size: int,
-    recent_size: int,
-    scale: float,
-) -> None:
-    """One kind of pair, in the parts `splits`."""
-    for number, part in enumerate(keys):
-        # In one store, slot by slot for all heads; else beside the keys.
-        held = values[0 if len(values) == 1 else number]
-        value_slots = held.slots[part.heads] if len(values) == 1 else held.slots
-        stores = [(one.store.blocks, *one.store.blocks.stride()[:3]) for one in (part, held)]
-        tables = [(one.store.table, one.store.table.stride(0)) for one in (part, held)]
-        device = asked.device
-        _attend_blocks[len(tiles.rows), repeat * len(part.heads), len(splits)](
-            asked,
-            stores[0],
-            tables[0],
-            stores[1],
-            tables[1],
-            part.heads.to(device),
-            (part.slots.to(device), value_slots.to(device)),
-            (tiles.rows, tiles.first, tiles.last),
-            (split.sums, split.numbers),
-            splits.start,
-            len(splits),
-            sink_size,
-            recent_size,
-            scale,
-            CUT=split.tiles,
-            WIDTH=tiles.tokens.shape[1],
-            REPEAT=repeat,
-            BLOCK=part.store.blocks.shape[2],
-            DISTANT=distant,
-            num_warps=4,
-            num_stages=2,
-        )
+    leave(parts, tile * CUT.kv_heads + head, splits[0] + split, most, total, total * 0.0, sums, True, True, CUT)
 
 
 def tiles_attention(
@@ -171,15 +120,26 @@ def tiles_attention(
 
     mine = by_lanes(q)
     split = Parts(mine, kv_heads * repeat, capacity, sink_size + recent_size + width)
-    near_splits = 0 if near_keys is None else split.tiles.splits if distant_keys is None else split.tiles.near_splits
-    if near_keys is None:
-        sink_size = recent_size = 0
-    else:
-        near = range(near_splits)
-        _launch(mine, near_keys, values, tiles, split, near, repeat, False, sink_size, recent_size, scale)
-    if distant_keys is not None:
-        theirs = mine if q_distant is None else by_lanes(q_distant)
-        far = range(near_splits, split.tiles.splits)
-        _launch(theirs, distant_keys, values, tiles, split, far, repeat, True, sink_size, recent_size, scale)
+    splits = split.tiles.splits
+    near_splits = 0 if near_keys is None else splits if distant_keys is None else split.tiles.near_splits
+    sizes = (0, 0, scale) if near_keys is None else (sink_size, recent_size, scale)
+    places, left = (tiles.rows, tiles.first, tiles.last), (split.sums, split.numbers)
+    options = {"CUT": split.tiles, "WIDTH": width, "REPEAT": repeat, "num_warps": 4, "num_stages": 2}
+    kinds = (near_keys, (0, near_splits), False), (distant_keys, (near_splits, splits - near_splits), True)
+    for keys, some, distant in kinds:
+        asked = by_lanes(q_distant) if distant and q_distant is not None else mine
+        for number, part in enumerate(keys or ()):
+            # In one store, slot by slot for all heads; else beside the keys.
+            held = values[0 if len(values) == 1 else number]
+            value_slots = held.slots[part.heads] if len(values) == 1 else held.slots
+            kv, *slots = (each.to(q.device) for each in (part.heads, part.slots, value_slots))
+            stores = [
+                (one.blocks, *one.blocks.stride()[:3], one.table, one.table.stride(0))
+                for one in (part.store, held.store)
+            ]
+            options["BLOCK"] = part.store.blocks.shape[2]
+            _attend_blocks[count, repeat * len(part.heads), some[1]](
+                asked, *stores, kv, tuple(slots), places, left, some, sizes, DISTANT=distant, **options
+            )
     out, _, _ = split.merged(mine, None)
     return out.view(count, heads, width, dim).transpose(1, 2).flatten(0, 1)
