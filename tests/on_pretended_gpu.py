@@ -42,9 +42,9 @@ def kernels(monkeypatch):
 
     monkeypatch.setattr(splits, "BLOCK", 16)
     monkeypatch.setattr(splits, "SPLITS", 2)
-    for table, tile in ((fused.HOPPER, 32), (fused.SINGLE, 16)):
-        small = {kernel: fused.Launch(tile, tile, 4, 1) for kernel in table}
-        monkeypatch.setattr(fused, "HOPPER" if table is fused.HOPPER else "SINGLE", small)
+    half, single = (fused.Launch(tile, tile, 4, 1) for tile in (32, 16))
+    small = {kernel: fused.Launches(half, half, single) for kernel in fused.LAUNCHES}
+    monkeypatch.setattr(fused, "LAUNCHES", small)
     pretended_triton.STARTS.clear()
     return pretended_triton.STARTS
 

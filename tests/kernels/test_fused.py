@@ -370,7 +370,7 @@ from triton.compiler import ASTSource
 from pod_kernels.triton import fused, fused_tiles
 
 for name, kernel in fused.KERNELS.items():
-    launch = fused.HOPPER[name, 128]
+    launch = fused.LAUNCHES[name, 128].hopper
     cut = fused_tiles.Tiles(128, 128, launch.query_tile, launch.key_tile)
     constants = {"CUT": cut, "DISTANT": True, "SPANS": True, "GATE": True}
     constants = {key: value for key, value in constants.items() if key in kernel.arg_names}

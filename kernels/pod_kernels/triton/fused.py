@@ -29,45 +29,33 @@ class Launch(NamedTuple):
     stages: int
 
 
+class Launches(NamedTuple):
+    """What a kernel is launched with, by device and type.
+
+    Attributes:
+        hopper: half precision where a block has 227 KB of shared memory: compute capability 9.0 and 10.0.
+        others: half precision on all others, where it is 99 KB or more.
+        single: float32, without tensor cores, as these round to less: registers are what limits.
+    """
+
+    hopper: Launch
+    others: Launch
+    single: Launch
+
+
 # By (kernel, head dimension rounded up to 64, 128 or 256). None was timed, as no GPU was at hand. They were chosen by
 # what the compiler makes of them without one: shared memory per block, spilled registers, and the instructions that the
 # plain loops take per matrix product. A timed one replaces its entry.
-#
-# Half precision where a block has 227 KB of shared memory: compute capability 9.0 and 10.0.
-HOPPER = {
-    ("forward", 64): Launch(128, 128, 8, 2),
-    ("forward", 128): Launch(128, 128, 8, 2),
-    ("forward", 256): Launch(128, 32, 8, 3),
-    ("query_grad", 64): Launch(128, 64, 8, 3),
-    ("query_grad", 128): Launch(128, 64, 8, 3),
-    ("query_grad", 256): Launch(128, 32, 8, 2),
-    ("key_grad", 64): Launch(64, 128, 8, 2),
-    ("key_grad", 128): Launch(64, 128, 8, 2),
-    ("key_grad", 256): Launch(16, 64, 8, 2),
-}
-# Half precision on all others, where it is 99 KB or more.
-OTHERS = {
-    ("forward", 64): Launch(128, 64, 4, 3),
-    ("forward", 128): Launch(128, 32, 8, 2),
-    ("forward", 256): Launch(64, 32, 8, 1),
-    ("query_grad", 64): Launch(64, 64, 4, 2),
-    ("query_grad", 128): Launch(64, 32, 4, 2),
-    ("query_grad", 256): Launch(32, 32, 8, 1),
-    ("key_grad", 64): Launch(32, 128, 8, 2),
-    ("key_grad", 128): Launch(32, 64, 4, 2),
-    ("key_grad", 256): Launch(16, 32, 8, 2),
-}
-# float32, without tensor cores, as these round to less: registers are what limits.
-SINGLE = {
-    ("forward", 64): Launch(32, 32, 4, 2),
-    ("forward", 128): Launch(32, 32, 8, 2),
-    ("forward", 256): Launch(16, 16, 8, 2),
-    ("query_grad", 64): Launch(32, 32, 8, 2),
-    ("query_grad", 128): Launch(32, 32, 8, 2),
-    ("query_grad", 256): Launch(16, 16, 8, 2),
-    ("key_grad", 64): Launch(32, 32, 8, 2),
-    ("key_grad", 128): Launch(16, 32, 8, 2),
-    ("key_grad", 256): Launch(16, 16, 8, 2),
+LAUNCHES = {
+    ("forward", 64): Launches(Launch(128, 128, 8, 2), Launch(128, 64, 4, 3), Launch(32, 32, 4, 2)),
+    ("forward", 128): Launches(Launch(128, 128, 8, 2), Launch(128, 32, 8, 2), Launch(32, 32, 8, 2)),
+    ("forward", 256): Launches(Launch(128, 32, 8, 3), Launch(64, 32, 8, 1), Launch(16, 16, 8, 2)),
+    ("query_grad", 64): Launches(Launch(128, 64, 8, 3), Launch(64, 64, 4, 2), Launch(32, 32, 8, 2)),
+    ("query_grad", 128): Launches(Launch(128, 64, 8, 3), Launch(64, 32, 4, 2), Launch(32, 32, 8, 2)),
+    ("query_grad", 256): Launches(Launch(128, 32, 8, 2), Launch(32, 32, 8, 1), Launch(16, 16, 8, 2)),
+    ("key_grad", 64): Launches(Launch(64, 128, 8, 2), Launch(32, 128, 8, 2), Launch(32, 32, 8, 2)),
+    ("key_grad", 128): Launches(Launch(64, 128, 8, 2), Launch(32, 64, 4, 2), Launch(16, 32, 8, 2)),
+    ("key_grad", 256): Launches(Launch(16, 64, 8, 2), Launch(16, 32, 8, 2), Launch(16, 16, 8, 2)),
 }
 
 
@@ -75,11 +63,10 @@ def launch_of(kernel: str, padded: int, itemsize: int, device: torch.device) -> 
     """Tiles, warps and stages of a kernel ("forward", "query_grad" or "key_grad") on a device."""
     if INTERPRETED:
         return Launch(32, 32, 4, 1)
+    launches = LAUNCHES[kernel, max(padded, 64)]
     if itemsize == 4:
-        table = SINGLE
-    else:
-        table = HOPPER if torch.cuda.get_device_properties(device).major in (9, 10) else OTHERS
-    return table[kernel, max(padded, 64)]
+        return launches.single
+    return launches.hopper if torch.cuda.get_device_properties(device).major in (9, 10) else launches.others
 
 
 # Programs that stream the same keys and values (or queries and gradients) run together, and as many such groups at once
