@@ -182,15 +182,18 @@ def slot_attention(
             q, keys[0], values[0], used=used, kept=kept, counts=counts, scale=scale, decay=decay
         )
         return out, sums, None
-    near = None
-    if window is not None:
-        held, first_tokens, last_tokens = window
-        key, query = torch.cat([held, positions], dim=1)[:, None], positions[..., None]
-        near = ((key < first_tokens) | (query - key < last_tokens)).expand(batch, count, width)
+
+    def seen(part: slice) -> Tensor:
+        """[B, t, M] bool, the keys that count for the queries `part`."""
+        counts = has_key[:, None] & (column - used <= order[part, None])
+        if window is not None:
+            held, first_tokens, last_tokens = window
+            key, query = torch.cat([held, positions], dim=1)[:, None], positions[:, part, None]
+            counts &= (key < first_tokens) | (query - key < last_tokens)
+        return counts
+
     if count > 1 and decay is None and not anchors and capped[0] is None:
-        seen = has_key[:, None] & (column - used <= order[:, None])
-        seen = seen if near is None else seen & near
-        out = _fused(q, keys[0], values[0], seen, scale)
+        out = _fused(q, keys[0], values[0], seen(slice(None)), scale)
         return out.masked_fill(~is_real[:, None, :, None], 0), None, None
     # On a CPU the logits of one part should stay in its caches.
     most = MAX_LOGITS if q.is_cuda else CPU_LOGITS
@@ -220,9 +223,7 @@ def slot_attention(
             put_own(logits[num_anchors:], asked[num_anchors:], own, at, sink_size, recent_size, scale)
         if anchors and capped[1] is not None:
             capped[1].put(logits[num_anchors:], at, part, scale)
-        seen = has_key[:, None] & (column - used <= order[part, None])
-        seen = seen if near is None else seen & near[:, part]
-        logits.masked_fill_(~seen[None, :, None], torch.finfo(torch.float32).min)
+        logits.masked_fill_(~seen(part)[None, :, None], torch.finfo(torch.float32).min)
         weights = torch.softmax(logits, dim=-1)
         weights.masked_fill_(~is_real[:, part][None, :, None, :, None], 0)
         if sums is not None:
