@@ -11,7 +11,6 @@ no capacity is kept twice.
 Source: KIVI (arXiv 2402.02750), sections 3.2 and 3.3.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar
@@ -229,16 +228,26 @@ class QuantizedSegments:
         place = (number % spec.open_groups)[..., None, None].expand(*number.shape, *vectors.shape[1:])
         self.open.scatter_(1, place, vectors[at])
 
-    def take(self, other: "QuantizedSegments", rows: Sequence[int] | None = None) -> None:
-        """Fill these segments, which are empty, from others of as many heads.
+    def resized(self, sizes: np.ndarray) -> "QuantizedSegments":
+        """A copy in segments [H, B] that are no smaller; what is closed stays as it is."""
+        return self._taken(sizes, slice(None))
+
+    def of_rows(self, rows: Tensor) -> "QuantizedSegments":
+        """A copy of some rows [n] int64, in that order."""
+        rows = rows.tolist()
+        return self._taken(self.sizes[:, rows], rows)
+
+    def _taken(self, sizes: np.ndarray, rows: list[int] | slice) -> "QuantizedSegments":
+        """A copy in segments of other sizes.
 
         Args:
-            other: its segments are no larger than these.
-            rows: which of its rows these are; None: all of them, in order.
+            sizes: [H, n], none smaller than that of the segment which is copied.
+            rows: which of the rows these are.
         """
-        places = np.arange(other.sizes.size).reshape(other.sizes.shape)
-        segments = (places if rows is None else places[:, rows]).reshape(-1)
-        (mine, _), (begin, end) = self._group_bounds(), other._group_bounds()
+        options = {"dtype": self.open.dtype, "device": self.open.device}
+        new = self.allocate(self.spec, self.is_key, sizes, sizes.shape[1], self.open.shape[-1], **options)
+        segments = np.arange(self.sizes.size).reshape(self.sizes.shape)[:, rows].reshape(-1)
+        (mine, _), (begin, end) = new._group_bounds(), self._group_bounds()
         pairs = [
             (start + group - begin[source], group)
             for start, source in zip(mine, segments, strict=True)
@@ -247,22 +256,8 @@ class QuantizedSegments:
         tables = *np.array(pairs, dtype=np.int64).reshape(-1, 2).T, segments
         at, source, segments = on_device(tables, self.codes.device)
         for name in ("codes", "scales", "lows"):
-            getattr(self, name)[at] = getattr(other, name)[source]
-        self.open, self.closed = other.open[segments], other.closed[segments]
-
-    def resized(self, sizes: np.ndarray) -> "QuantizedSegments":
-        """A copy in segments [H, B] that are no smaller; what is closed stays as it is."""
-        return self._taken(sizes, None)
-
-    def of_rows(self, rows: Tensor) -> "QuantizedSegments":
-        """A copy of some rows [n] int64, in that order."""
-        rows = rows.tolist()
-        return self._taken(self.sizes[:, rows], rows)
-
-    def _taken(self, sizes: np.ndarray, rows: list[int] | None) -> "QuantizedSegments":
-        options = {"dtype": self.open.dtype, "device": self.open.device}
-        new = self.allocate(self.spec, self.is_key, sizes, sizes.shape[1], self.open.shape[-1], **options)
-        new.take(self, rows)
+            getattr(new, name)[at] = getattr(self, name)[source]
+        new.open, new.closed = self.open[segments], self.closed[segments]
         return new
 
     def _group_bounds(self) -> tuple[np.ndarray, np.ndarray]:
