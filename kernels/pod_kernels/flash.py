@@ -104,7 +104,8 @@ def band_mask(pieces: tuple[Piece, ...], recent_size: int, dtype: torch.dtype, d
     return torch.zeros(outside.shape, dtype=dtype, device=device).masked_fill_(outside, -torch.inf)
 
 
-def _unit_stride(tensor: Tensor) -> Tensor:
+def unit_stride(tensor: Tensor) -> Tensor:
+    """The tensor, copied where its last dimension is not contiguous."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
@@ -140,7 +141,7 @@ def forward_piece(
         with torch.autocast(q.device.type, enabled=False):
             return _eager_forward(piece, q, k, v, mask, scale)
     causal = piece.shape == "causal"
-    q, k, v = _unit_stride(q), _unit_stride(k), _unit_stride(v)
+    q, k, v = map(unit_stride, (q, k, v))
     if kernel == "flash_cpu":
         k, v = (tensor.expand(-1, q.shape[1], -1, -1) for tensor in (k, v))
         bias = mask[: q.shape[2], : k.shape[2]] if piece.shape == "band" else None
@@ -154,9 +155,7 @@ def forward_piece(
         return out, lse.reshape(q.shape[:3])  # [B, h, Tq, 1]
     # CUDA: [B, T, h, D]; grouped queries and the window are native.
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
+        *(tensor.transpose(1, 2) for tensor in (q, k, v)),
         None,
         None,
         q.shape[2],
@@ -202,7 +201,7 @@ def backward_piece(
             return _eager_backward(piece, grad_out, q, k, v, out, lse, mask, scale)
     causal = piece.shape == "causal"
     kv_heads = k.shape[1]
-    grad_out, q, k, v, out = (_unit_stride(tensor) for tensor in (grad_out, q, k, v, out))
+    grad_out, q, k, v, out = map(unit_stride, (grad_out, q, k, v, out))
     if kernel == "flash_cpu":
         k, v = (tensor.expand(-1, q.shape[1], -1, -1) for tensor in (k, v))
         bias = mask[: q.shape[2], : k.shape[2]] if piece.shape == "band" else None
@@ -235,11 +234,7 @@ def backward_piece(
         )
     unused_state = torch.empty(2, dtype=torch.uint64, device=q.device)
     grads = torch.ops.aten._flash_attention_backward(
-        grad_out.transpose(1, 2),
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        out.transpose(1, 2),
+        *(tensor.transpose(1, 2) for tensor in (grad_out, q, k, v, out)),
         lse.contiguous(),  # the kernel takes its strides from the shape
         None,
         None,

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pod_kernels.tables import Part, Tiles
-from pod_kernels.triton.reading import portion, vectors
+from pod_kernels.triton.reading import portion, strided, vectors
 from pod_kernels.triton.softmax import LOG2_E, gather, nothing
 from pod_kernels.triton.splits import Parts, asked_at, leave
 
@@ -133,10 +133,7 @@ def tiles_attention(
             held = values[0 if len(values) == 1 else number]
             value_slots = held.slots[part.heads] if len(values) == 1 else held.slots
             kv, *slots = (each.to(q.device) for each in (part.heads, part.slots, value_slots))
-            stores = [
-                (one.blocks, *one.blocks.stride()[:3], one.table, one.table.stride(0))
-                for one in (part.store, held.store)
-            ]
+            stores = [(*strided(one.blocks), one.table, one.table.stride(0)) for one in (part.store, held.store)]
             options["BLOCK"] = part.store.blocks.shape[2]
             _attend_blocks[count, repeat * len(part.heads), some[1]](
                 asked, *stores, kv, tuple(slots), places, left, some, sizes, DISTANT=distant, **options

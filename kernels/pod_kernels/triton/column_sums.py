@@ -19,7 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pod_kernels.triton.reading import portion, vectors
+from pod_kernels.flash import unit_stride
+from pod_kernels.triton.reading import portion, strided, vectors
 from pod_kernels.triton.softmax import LN_2, LOG2_E, gather, nothing, soften
 
 # Tests on the interpreter take smaller ones: queries and keys of a tile, and parts of the keys.
@@ -170,11 +171,6 @@ def _tiles(q: Tensor, width: int | None) -> tuple[Tiles, dict[str, int]]:
     return Tiles(dim, rows, block, splits, dim_2), {"num_warps": 8 if rows == 128 else 4, "num_stages": 2}
 
 
-def _strided(tensor: Tensor) -> tuple[Tensor, int, int, int]:
-    """A tensor [A, B, N, ..] as the kernels take it."""
-    return tensor, *tensor.stride()[:3]
-
-
 def chunk_attention(
     q: Tensor,
     keys: Tensor,
@@ -206,7 +202,7 @@ def chunk_attention(
     tokens = torch.where(column[:count] >= (count - counts)[:, None], column[:count], -1)
     slots = torch.where(column[:used] < kept[:, None], 0, -1).expand(batch, -1)
     held = torch.cat([slots, tokens], dim=1).expand(heads, -1, -1)
-    keys, values, held, sizes = _strided(keys), _strided(values), _strided(held), (batch, count, used + count, used)
+    keys, values, held, sizes = strided(keys), strided(values), strided(held), (batch, count, used + count, used)
     out = torch.empty_like(q)
     masses = torch.empty(q.shape[:4], dtype=torch.float32, device=q.device)
     cut, options = _tiles(q, None)
@@ -236,7 +232,7 @@ def column_statistics(
     heads, batch, groups, count, _ = q.shape
     width = keys.shape[2]
     q, positions = q.contiguous(), positions.contiguous()
-    keys, held = _strided(keys if keys.stride(-1) == 1 else keys.contiguous()), _strided(key_positions)
+    keys, held = strided(unit_stride(keys)), strided(key_positions)
     sizes = batch, count, width, width
     cut, options = _tiles(q, width)
     masses = torch.empty(heads, batch, groups, cut.splits, count, dtype=torch.float32, device=q.device)

@@ -13,9 +13,11 @@ import triton
 from torch import Tensor
 
 from pod_kernels.attention import Problem, sequence_spans
+from pod_kernels.flash import unit_stride
 from pod_kernels.triton.fused_backward import key_grad_kernel, query_grad_kernel
 from pod_kernels.triton.fused_forward import forward_kernel
 from pod_kernels.triton.fused_tiles import Tiles
+from pod_kernels.triton.reading import strided
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # as it was when the kernels were made
 
@@ -74,15 +76,6 @@ def launch_of(kernel: str, padded: int, itemsize: int, device: torch.device) -> 
 SECTION_BYTES = 24 * 2**20
 
 
-def _head_rows(tensor: Tensor) -> tuple:
-    """A tensor as the kernels take it: itself and its strides of row, head and token."""
-    return tensor, *tensor.stride()[:3]
-
-
-def _unit_stride(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
 def _empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=device)
 
@@ -106,7 +99,7 @@ class _Kernels:
             sink_size, recent_size = 0, self.length
         if not self.distant:
             q_distant, k_distant = q, k
-        self.inputs = tuple(_unit_stride(tensor) for tensor in (q, k, v, q_distant, k_distant))
+        self.inputs = tuple(map(unit_stride, (q, k, v, q_distant, k_distant)))
         self.spans = spans
         self.sizes = (min(sink_size, self.length), min(recent_size, self.length), scale)
         self.device, self.itemsize = q.device, q.itemsize
@@ -124,7 +117,7 @@ class _Kernels:
         spans = self.spans if self.spans is not None else self.inputs[0]
         with torch.cuda.device_of(self.inputs[0]):
             KERNELS[name][(triton.cdiv(self.length, own_tile) * self.batch * heads,)](
-                *map(_head_rows, self.inputs),
+                *map(strided, self.inputs),
                 spans,
                 *operands,
                 self.batch,
@@ -165,7 +158,7 @@ def _forward(
     if want_gate and not kernels.distant:
         gate.fill_(1.0)
     if not kernels.is_empty:
-        kernels.run("forward", _head_rows(out), lse, gate, GATE=want_gate and kernels.distant)
+        kernels.run("forward", strided(out), lse, gate, GATE=want_gate and kernels.distant)
     return out, lse, gate
 
 
@@ -203,12 +196,12 @@ def _backward(
         dk_distant.zero_()
         dq_distant, dk_distant = dq, dk  # pointers that are not used
     if not kernels.is_empty:
-        grad_out, out, lse = _unit_stride(grad_out), _unit_stride(out), lse.contiguous()
+        grad_out, out, lse = unit_stride(grad_out), unit_stride(out), lse.contiguous()
         correction = _empty(lse.shape, lse.dtype, lse.device)
-        grads_of_queries = _head_rows(dq), _head_rows(dq_distant)
-        grads_of_keys = _head_rows(dk), _head_rows(dv), _head_rows(dk_distant)
-        kernels.run("query_grad", _head_rows(out), _head_rows(grad_out), lse, correction, *grads_of_queries)
-        kernels.run("key_grad", _head_rows(grad_out), lse, correction, *grads_of_keys)
+        grads_of_queries = strided(dq), strided(dq_distant)
+        grads_of_keys = strided(dk), strided(dv), strided(dk_distant)
+        kernels.run("query_grad", strided(out), strided(grad_out), lse, correction, *grads_of_queries)
+        kernels.run("key_grad", strided(grad_out), lse, correction, *grads_of_keys)
     return grads
 
 

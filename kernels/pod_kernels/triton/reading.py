@@ -1,4 +1,4 @@
-"""How the Triton kernels read what a cache stores."""
+"""How the Triton kernels read what a cache stores, and other tensors."""
 
 import triton
 import triton.language as tl
@@ -10,6 +10,11 @@ from pod_kernels.segments import Segments
 def segments_of(segments: Segments) -> tuple[Tensor, Tensor, int, int]:
     """Segments as the kernels take them: the vectors, and where each begins, with that table's strides of row, head."""
     return segments.data, segments.offsets, *segments.offsets.stride()
+
+
+def strided(tensor: Tensor) -> tuple[Tensor, int, int, int]:
+    """A tensor as the kernels take it: itself and the strides of its first three dimensions."""
+    return tensor, *tensor.stride()[:3]
 
 
 @triton.jit
