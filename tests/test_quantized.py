@@ -92,7 +92,7 @@ def test_segments_hold_the_truth_as_they_fill(spec, is_key, is_told, is_whole):
         _, steps = truth(part[: used[n]], spec, is_key)
         assert (difference <= steps / 2 + 1e-6).all() and (difference[steps == 0] <= 1e-6).all()
     bytes_of = [spec.nbytes(size, dim, 4, is_key) for head in sizes for size in head]
-    assert held.nbytes() == sum(bytes_of) == sum(tensor.untyped_storage().nbytes() for tensor in held.tensors())
+    assert held.nbytes() == sum(bytes_of) == sum(one.untyped_storage().nbytes() for one in held.named("").values())
     rows = held.of_rows(torch.tensor((1, 0, 1)))
     for head in range(2):
         for place, row in enumerate((1, 0, 1)):

@@ -170,13 +170,9 @@ class QuantizedSegments:
         """All of it, each under `name.` and the attribute's name."""
         return {f"{name}.{part}": getattr(self, part) for part in self.NAMES}
 
-    def tensors(self) -> list[Tensor]:
-        """All of it."""
-        return list(self.named("").values())
-
     def nbytes(self) -> int:
         """Bytes of the storages, used or not."""
-        return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors())
+        return sum(tensor.untyped_storage().nbytes() for tensor in self.named("").values())
 
     def full(self, head: int | None = None) -> Segments:
         """The vectors in full precision, in segments of the same sizes; of one head alone when told."""
