@@ -35,7 +35,6 @@ def _attend_blocks(
     keys,
     values,
     heads,
-    slots,
     tiles,
     parts,
     splits,
@@ -46,14 +45,17 @@ def _attend_blocks(
     BLOCK: tl.constexpr,
     DISTANT: tl.constexpr,
 ):
-    """Grid (N, REPEAT * KV heads of this launch, parts); `splits`: the first of the parts, and how many."""
+    """Grid (N, REPEAT * KV heads of this launch, parts).
+
+    `heads`: the KV heads, and their slots in the stores of keys and of values. `splits`: the first part, and how many.
+    """
     tile, index, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     rows, first_at, last_at = tiles
     sink_size, recent_size, scale = sizes
     row, first, last = tl.load(rows + tile), tl.load(first_at + tile).to(tl.int32), tl.load(last_at + tile).to(tl.int32)
-    kv_head = tl.load(heads + index // REPEAT).to(tl.int32)
-    key_slot = tl.load(slots[0] + index // REPEAT).to(tl.int64)
-    value_slot = tl.load(slots[1] + index // REPEAT).to(tl.int64)
+    kv_head = tl.load(heads[0] + index // REPEAT).to(tl.int32)
+    key_slot = tl.load(heads[1] + index // REPEAT).to(tl.int64)
+    value_slot = tl.load(heads[2] + index // REPEAT).to(tl.int64)
     head = kv_head * REPEAT + index % REPEAT
     lane = tl.arange(0, CUT.lanes)
     # A query that repeats the last one sees no more than that.
@@ -132,11 +134,11 @@ def tiles_attention(
             # In one store, slot by slot for all heads; else beside the keys.
             held = values[0 if len(values) == 1 else number]
             value_slots = held.slots[part.heads] if len(values) == 1 else held.slots
-            kv, *slots = (each.to(q.device) for each in (part.heads, part.slots, value_slots))
+            here = tuple(each.to(q.device) for each in (part.heads, part.slots, value_slots))
             stores = [(*strided(one.blocks), one.table, one.table.stride(0)) for one in (part.store, held.store)]
             options["BLOCK"] = part.store.blocks.shape[2]
             _attend_blocks[count, repeat * len(part.heads), some[1]](
-                asked, *stores, kv, tuple(slots), places, left, some, sizes, DISTANT=distant, **options
+                asked, *stores, here, places, left, some, sizes, DISTANT=distant, **options
             )
     out, _, _ = split.merged(mine, None)
     return out.view(count, heads, width, dim).transpose(1, 2).flatten(0, 1)
