@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 
-from pod.blocks import FIXED, LayerBlocks, whole_number
+from pod.blocks import LayerBlocks, whole_number
 from pod.cache.chain import ChainStorage
 from pod.cache.file import read_cache, write_cache
 from pod.cache.fork import SharedPrefix, refusal
@@ -433,8 +433,7 @@ class PodCache(Cache):
             ValueError: another model's cache, another number of rows, padding after a row's first token, more tokens
                 than `max_length`.
         """
-        if [vars(self.config)[name] for name in FIXED] != self._made_by:
-            self.config.check_unchanged(self._made_by, "the cache")
+        self.config.check_unchanged(self._made_by, "the cache")
         if config is not self.config and config.fixed() != self._made_by:
             theirs, ours = _shape_of(config), _shape_of(self.config)
             if theirs != ours or config.blocks != self.blocks:
