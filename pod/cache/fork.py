@@ -95,6 +95,9 @@ class SharedPrefix(SlotStorage):
         made.whole = rows
         return made
 
+    def lent(self) -> list[object]:
+        return [self.prefix, self.known, *super().lent()]
+
     # ------------------------------------------------------------------ what is held
 
     def storages(self) -> list[Tensor]:

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from pod.cache.offload import OffloadedValues
 from pod.cache.storage import Step
 from pod.cache.streams import Streams
 from pod.eviction.base import BEYOND_MEMORY
@@ -120,16 +119,6 @@ class Layer(LayerSlots):
         if self.streams is not None:
             tensors["streams"] = self.streams.vectors[:, :, :, :used]
         return tensors | {name: getattr(self, name)[:, :, :used] for name in self._own}
-
-    def apart(self, headroom: Headroom) -> "Layer":
-        """The same, to add tokens to: empty slots are shared, what is written over is copied."""
-        pages = None if self.pages is None else replace(self.pages, data=self.pages.data.clone())
-        streams = None if self.streams is None else replace(self.streams, vectors=self.streams.vectors.clone())
-        own = {name: getattr(self, name).clone() for name in self._own}
-        values = self.values.apart() if isinstance(self.values, OffloadedValues) else self.values
-        made = copy(self)
-        vars(made).update(own, values=values, pages=pages, streams=streams, headroom=headroom)
-        return made
 
     def select_rows(self, rows: Tensor) -> None:
         """Keep the rows `rows` [n] int64, in that order."""
@@ -423,11 +412,6 @@ class Table:
         self.evicted = None
         self.has_holes = True
         self.count_room(at_budget=True)
-
-    def apart(self) -> "Table":
-        """The same, to note further tokens in."""
-        slots = None if self.slots is None else replace(self.slots, data=self.slots.data.clone())
-        return replace(self, slots=slots)
 
     def of_rows(self, rows: Tensor) -> "Table":
         """The table of some rows [n] int64, in that order."""

@@ -97,10 +97,6 @@ class OffloadedValues:
         pool = {name: getattr(self, name)[:, rows] for name in ("pool", "held", "read")}
         return replace(self, host=self.host.of_rows(rows.cpu()), **pool)
 
-    def apart(self) -> "OffloadedValues":
-        """The same, to add tokens to: empty slots are shared, the pool is copied."""
-        return replace(self, pool=self.pool.clone(), held=self.held.clone(), read=self.read.clone())
-
     # ------------------------------------------------------------------ tokens
 
     def write(self, slots: Tensor | int, new: Tensor, real: tuple[Tensor, Tensor] | None) -> None:

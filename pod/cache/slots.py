@@ -27,7 +27,7 @@ dimension.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from copy import copy, deepcopy
+from copy import copy
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -133,18 +133,17 @@ class SlotStorage(Storage):
         self.added = 0  # columns since the last eviction: as many can be cropped
 
     def apart(self, rows: Rows, lends: bool = True) -> Storage:
-        # Where tokens are only added, they go to slots that are empty, and those held are shared.
-        if not lends or self.quantization is not None or not (self.policy is None or self.is_frozen):
-            made = super().apart(rows)
-            made.is_waiting = False
-            return made
-        made = copy(self)
-        made.rows, made.headroom, made.stats = rows, copy(self.headroom), deepcopy(self.stats)
-        made.layers = [None if layer is None else layer.apart(made.headroom) for layer in self.layers]
-        made.tables = {anchor: table.apart() for anchor, table in self.tables.items()}
-        made.decision = None if self.policy is None else Decision(self.config, self.policy, made)
+        made = super().apart(rows, lends)
         made.is_waiting = False
         return made
+
+    def lent(self) -> list[object]:
+        if self.quantization is not None or not (self.policy is None or self.is_frozen):
+            return []
+        # Where tokens are only added, they go to slots that are empty, and those held are shared.
+        values = [layer.values for _, layer in self._stored()]
+        slots = [each.host if isinstance(each, OffloadedValues) else each for each in values]
+        return [*slots, *(layer.keys for _, layer in self._stored()), self.workspace, self.on_device]
 
     # ------------------------------------------------------------------ what is held
 

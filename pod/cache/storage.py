@@ -459,7 +459,12 @@ class Storage(ABC):
             rows: what counts its tokens, a copy of this one's.
             lends: what is held may be held in common, where tokens are only added.
         """
-        return deepcopy(self, {id(self.config): self.config, id(self.rows): rows})
+        common = (self.config, self.layout, *(self.lent() if lends else ()))
+        return deepcopy(self, {id(each): each for each in common} | {id(self.rows): rows})
+
+    def lent(self) -> list[object]:
+        """What a storage `apart` may hold in common with this one."""
+        return []
 
     def evict(self, scores: Mapping[int, Tensor]) -> None:
         """Evict as `PodCache.evict` says."""
