@@ -9,8 +9,8 @@ Ties are broken the same way everywhere: of two tokens with equal scores the mor
 Legend: B rows, A units anchored in a layer, G query heads per KV head, T queries, N slots, D head dimension.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from pod.blocks import Unit
 from pod.eviction import Eviction, Observation, Sharing, Stage
 from pod.eviction.base import BEYOND_MEMORY, runs_of
-from pod_kernels import Segments, attention_weights
+from pod_kernels import attention_weights
 from pod_kernels.dispatch import runs_triton
 from pod_kernels.segments import MAX_LOGITS, Change, Chosen
 from pod_kernels.slots import rotated
@@ -48,10 +48,6 @@ class Window:
         """The queries of some rows."""
         moments = None if self.moments is None else self.moments.of_rows(rows)
         return Window(self.queries[:, rows], self.positions[rows], self.scale, moments)
-
-    def on(self, stored: "Stored", held: Tensor, newest: Tensor) -> Observation:
-        """What they attend to among what is stored at `held` [B, A, N], in order of position up to `newest` [B]."""
-        return Seen(self.queries, self.positions, stored, held, newest, self.scale, self.moments)
 
 
 @dataclass
@@ -110,57 +106,49 @@ class Stored:
     """What there is of the units anchored in a layer, fetched when it is asked for.
 
     Attributes:
-        fetch: "keys" and "values" -> [A, B, N, D]; "output" and "table" as `Observation.stored`, of no row.
+        storage: holds it.
+        layer: its index.
+        width: N.
         rows: of keys and values.
     """
 
-    fetch: dict[str, Callable[[], Tensor]]
+    storage: "SlotStorage"
+    layer: int
+    width: int
     rows: slice = field(default_factory=lambda: slice(None))
 
     @cached_property
     def keys(self) -> Tensor:
         """[A, B, N, D] of the rows."""
-        return self.fetch["keys"]()[:, self.rows]
-
-    def of_rows(self, rows: slice) -> "Stored":
-        """The same of some rows."""
-        return Stored(self.fetch, rows)
+        return self.storage.keys(self.layer)[:, self.rows]
 
     def __call__(self, name: str) -> Tensor:
         """As `Observation.stored`."""
-        if name in ("output", "table"):
-            return self.fetch[name]()
-        states = self.keys if name == "keys" else self.fetch[name]()[:, self.rows]
-        return states.transpose(0, 1)
+        if name in ("keys", "values"):
+            states = self.keys if name == "keys" else self.storage.values(self.layer)[:, self.rows, : self.width]
+            return states.transpose(0, 1)
+        heads = list(self.storage.tables[self.layer].heads)
+        if name == "output":
+            return self.storage.output(self.layer)[heads]
+        return self.storage.decision.table[self.layer, heads].to(self.storage.rows.lengths.device)
 
 
 class Seen(Observation):
     """What queries of a prefill attend to, computed when it is asked for; kernels add it up without the weights.
 
     Args:
-        queries, query_positions: [A, B, G, q, D] and [B, q].
+        window: the queries.
         stored, positions: keys and values, and [B, A, N], in order of position.
         newest: [B].
-        scale: factor on every logit.
-        moments: of all the prefill's queries, where the method asks for them.
     """
 
-    def __init__(
-        self,
-        queries: Tensor,
-        query_positions: Tensor,
-        stored: Stored,
-        positions: Tensor,
-        newest: Tensor,
-        scale: float,
-        moments: Moments | None = None,
-    ) -> None:
-        keys, self.stored, self._moments = stored.keys, stored, moments
-        self._given = queries, keys, positions.transpose(0, 1), query_positions, scale
+    def __init__(self, window: Window, stored: Stored, positions: Tensor, newest: Tensor) -> None:
+        self.stored, self._moments = stored, window.moments
+        self._given = window.queries, stored.keys, positions.transpose(0, 1), window.positions, window.scale
         self.positions, self.newest = positions, newest
         self.in_order, self.decoding = True, False
-        self.asked = (query_positions >= 0).sum(dim=1)
-        self._by_kernel = runs_triton(keys)
+        self.asked = (window.positions >= 0).sum(dim=1)
+        self._by_kernel = runs_triton(stored.keys)
         self._columns: tuple[Tensor | None, ...] = (None,)
 
     @cached_property
@@ -201,6 +189,7 @@ class Decision:
 
     Attributes:
         windows: by layer with anchors, of the prefill that runs.
+        table: what `Eviction.table` says of the model.
 
     Raises:
         ValueError: the budget is below what is always kept.
@@ -228,7 +217,7 @@ class Decision:
                 f"{type(method).__name__} turns queries to other positions, and with RoPE of the type {kind} angles "
                 "change with the longest position in use: choose another method"
             )
-        self._table = method.table(config)
+        self.table = method.table(config)
         self.begin()
 
     @property
@@ -269,35 +258,12 @@ class Decision:
 
     # ------------------------------------------------------------------ a prefill
 
-    def of_prompt(
-        self, layer: int, window: Window, keys: Tensor, values: Tensor, positions: Tensor
-    ) -> tuple[list[Chosen], Tensor, np.ndarray]:
-        """Decide for a prompt that is not stored.
-
-        Args:
-            layer: its index.
-            window: of its queries, all that will be looked at.
-            keys, values: [A, B, T, D] of its anchor heads.
-            positions: [B, T] of the prompt.
-
-        Returns:
-            What is kept of each unit, scores [B, A, T], and budgets [A, B].
-        """
-        heads, newest = self.storage.orders[layer][: len(keys)], positions[:, -1]
-        stored = self._stored(layer, lambda: keys, lambda: values)
-        held = positions[:, None].expand(-1, len(keys), -1)
-        live = np.tile((newest + 1).tolist(), (len(keys), 1))
-        stage = self._stage(layer, heads, live, window, stored, held, newest)
-        budgets = self._allocated(stage, newest)
-        targets = self._targets(live, budgets)
-        return self._chosen(layer, heads, held, newest, stage.scores, targets), stage.scores, budgets
-
     def observe(self, layer: int, window: Window) -> None:
         """Add the chunk's attention to carried scores, and keep its last queries for the decision."""
         table = self.storage.tables[layer]
         if self._sums:
             held = table.positions()
-            sees = self._in_slots(layer, held.shape[2]), held, window.positions[:, -1]
+            sees = Stored(self.storage, layer, held.shape[2]), held, window.positions[:, -1]
             table.add_scores(self._scored(lambda method, rows: _summed(method, *_of_rows(rows, window, *sees))))
         if layer in self.windows:
             before = self.windows[layer]
@@ -312,36 +278,41 @@ class Decision:
 
     def of_slots(self, layer: int, newest: Tensor) -> None:
         """Score and allocate for the units anchored in a layer; their tokens up to `newest` [B] are in their slots."""
-        table, held = self.storage.tables[layer], self.storage.tables[layer].positions()
-        carried = table.carried() if self._sums else None
+        for earlier in self._stages:
+            earlier.scores = earlier.candidates = None
+            earlier.held = self.storage.tables[earlier.layer].held
+        table, window, preferences = self.storage.tables[layer], self.windows[layer], []
+        held = table.positions()
+        stored, carried = Stored(self.storage, layer, held.shape[2]), table.carried() if self._sums else None
+
+        def score(method: Eviction, rows: slice) -> Tensor:
+            mine, *sees = _of_rows(rows, window, stored, held, newest)
+            seen = None
+            if self._sums:
+                scores = carried[rows]
+            else:
+                seen = Seen(mine.part(slice(-method.observed, None)), *sees)
+                scores = method.score(seen)
+            if method.has_preference:
+                last = method.protected(self.groups)
+                if seen is None or last != method.observed:
+                    seen = Seen(mine.part(slice(-last, None)), *sees)
+                preferences.extend(method.preference(seen).tolist())
+            return scores
+
+        self._enter(layer, held, newest, self._scored(score), preferences or None)
+        self._allocate(newest, "threshold")
+
+    def _enter(
+        self, layer: int, held: Tensor, newest: Tensor, scores: Tensor, preference: list[float] | None = None
+    ) -> None:
+        """A further stage, whose tokens at `held` [B, A, N] get their scores."""
+        table = self.storage.tables[layer]
         table.held = np.array(table.live().tolist())
-        stage = self._stage(
-            layer,
-            table.heads,
-            table.held,
-            self.windows[layer],
-            self._in_slots(layer, held.shape[2]),
-            held,
-            newest,
-            carried,
-        )
         if not self._sums:
-            table.scores = Segments.packed(table.slots.sizes, len(held), 1, dtype=torch.float32, device=held.device)
-            table.add_scores(stage.scores)
-        table.budgets = self._allocated(stage, newest)
-        table.targets = self._targets(table.held, table.budgets)
-
-    def _in_slots(self, layer: int, width: int) -> Stored:
-        storage = self.storage
-        return self._stored(layer, lambda: storage.keys(layer), lambda: storage.values(layer)[:, :, :width])
-
-    def _stored(self, layer: int, keys: Callable[[], Tensor], values: Callable[[], Tensor]) -> Stored:
-        heads = list(self.storage.orders[layer][: self.storage.num_anchors[layer]])
-        of_model = {
-            "table": lambda: self._table[layer, heads].to(self.storage.rows.lengths.device),
-            "output": lambda: self.storage.output(layer)[heads],
-        }
-        return Stored({"keys": keys, "values": values} | of_model)
+            table.set_scores(scores)
+        candidates = (held >= 0) & ~self._forced(layer, table.heads, held, newest)
+        self._stages.append(Stage(layer, table.heads, table.held, scores, candidates, preference))
 
     def excess(self, layer: int, newest: Tensor, length: int) -> dict[Unit, Change]:
         """What is to stay of units whose last layer is at most `layer` and which hold more than they may.
@@ -358,64 +329,20 @@ class Decision:
                 for index, head in enumerate(table.heads)
                 if self.last_layer[anchor, head] <= layer and table.over_target(index)
             ]
-            if not over:
-                continue
-            heads, held = tuple(table.heads[index] for index in over), table.positions(over)
-            chosen = self._chosen(anchor, heads, held, newest, table.carried(over), table.targets[over])
-            counts = np.stack([one.counts for one in chosen])
-            sizes = self.storage.headroom.evicted(counts, table.budgets[over], length)
-            units = [(anchor, head) for head in heads]
-            changes |= zip(units, zip(chosen, sizes, strict=True), strict=True)
+            if over:
+                units = [(anchor, table.heads[index]) for index in over]
+                changes |= zip(units, self.staying(anchor, over, newest, length), strict=True)
         return changes
 
-    def _chosen(
-        self, layer: int, heads: tuple[int, ...], held: Tensor, newest: Tensor, scores: Tensor, targets: np.ndarray
-    ) -> list[Chosen]:
-        """What stays of units anchored in a layer, of the tokens at `held` with `scores`, [B, A, N] both."""
-        counts = torch.tensor(targets, device=held.device).t()
-        keep = kept(scores, held, self._forced(layer, heads, held, newest), counts)
-        return [Chosen.of(*unit) for unit in zip(keep.unbind(dim=1), held.unbind(dim=1), strict=True)]
-
-    def _stage(
-        self,
-        layer: int,
-        heads: tuple[int, ...],
-        live: np.ndarray,
-        window: Window,
-        stored: Stored,
-        held: Tensor,
-        newest: Tensor,
-        carried: Tensor | None = None,
-    ) -> Stage:
-        """A layer's part in sharing the budget, with scores [B, A, N] by a prefill's queries.
-
-        Args:
-            layer, heads, live: see `Stage`.
-            window: the queries.
-            stored, held: of the tokens, and [B, A, N], in order of position.
-            newest: [B].
-            carried: scores that earlier queries, and these, have added up to.
-        """
-        preferences = []
-
-        def score(method: Eviction, rows: slice) -> Tensor:
-            mine, *sees = _of_rows(rows, window, stored, held, newest)
-            seen = None
-            if self._sums:
-                scores = carried[rows] if carried is not None else _summed(method, mine, *sees)
-            else:
-                seen = mine.part(slice(-method.observed, None)).on(*sees)
-                scores = method.score(seen)
-            if method.has_preference:
-                last = method.protected(self.groups)
-                if seen is None or last != method.observed:
-                    seen = mine.part(slice(-last, None)).on(*sees)
-                preferences.extend(method.preference(seen).tolist())
-            return scores
-
-        scores = self._scored(score)
-        candidates = (held >= 0) & ~self._forced(layer, heads, held, newest)
-        return Stage(layer, heads, live, scores, candidates, preferences or None)
+    def staying(self, layer: int, places: Sequence[int], newest: Tensor, length: int) -> list[Change]:
+        """What stays of units anchored in a layer, by their places, and in how many slots; see `excess`."""
+        table, places = self.storage.tables[layer], list(places)
+        heads, held = tuple(table.heads[place] for place in places), table.positions(places)
+        counts = torch.tensor(table.targets[places], device=held.device).t()
+        keep = kept(table.carried(places), held, self._forced(layer, heads, held, newest), counts)
+        chosen = [Chosen.of(*unit) for unit in zip(keep.unbind(dim=1), held.unbind(dim=1), strict=True)]
+        counts = np.stack([one.counts for one in chosen])
+        return list(zip(chosen, self.storage.headroom.evicted(counts, table.budgets[places], length), strict=True))
 
     def _forced(self, layer: int, heads: tuple[int, ...], held: Tensor, newest: Tensor) -> Tensor:
         """[B, A, N] what is always kept: the last tokens, and sinks of units of several layers."""
@@ -435,57 +362,39 @@ class Decision:
         most = int(method.recent_in_blocks * (method.budget - self.sinks[unit]))
         return max(last, min(most, self.recent_size))
 
-    def _allocated(self, stage: Stage, newest: Tensor) -> np.ndarray:
-        """Enter the stage; budgets [A, B] of its units, and new targets of those before it."""
-        for earlier in self._stages:
-            earlier.scores = earlier.candidates = None
-            earlier.held = self.storage.tables[earlier.layer].held
-        self._stages.append(stage)
-        budgets = self._shared(newest, "threshold")
-        for earlier, counts in zip(self._stages[:-1], budgets, strict=False):
-            earlier.budgets = counts
-            table = self.storage.tables[earlier.layer]
-            table.budgets = counts
-            table.targets = self._targets(table.held, counts)
-        stage.budgets = budgets[-1]
-        return budgets[-1]
+    def _allocate(self, newest: Tensor, spares: str) -> None:
+        """Budgets and targets of all stages' units, as `Eviction.allocate` says.
 
-    def _shared(self, newest: Tensor, spares: str) -> list[np.ndarray]:
-        """[A, B] for each stage, what `Eviction.allocate` says; rows of at most the method's `spares` are spared."""
-        seen, self._spared, parts = (newest + 1).tolist(), [], []
+        Args:
+            newest: [B].
+            spares: the method's number of tokens up to which a row is spared: the prefill leaves all of it.
+        """
+        seen, every, parts = (newest + 1).tolist(), [], []
         for method, rows in self._runs:
             always = {unit: sinks + self._last(method, unit) for unit, sinks in self.sinks.items()}
             spared = [count <= getattr(method, spares) for count in seen[rows]]
             stages = self._stages if len(self._runs) == 1 else [stage.of_rows(rows) for stage in self._stages]
             parts.append(method.allocate(Sharing(self.blocks, always, seen[rows], spared, stages)))
-            self._spared += spared
-        return [np.concatenate(stage, axis=1) for stage in zip(*parts, strict=True)]
+            every += spared
+        for stage, counts in zip(self._stages, zip(*parts, strict=True), strict=True):
+            table = self.storage.tables[stage.layer]
+            table.budgets = stage.budgets = np.concatenate(counts, axis=1)
+            table.targets = np.where(every, table.held, np.minimum(table.held, table.budgets))
 
     def of_all(self, scores: Mapping[int, Tensor], newest: Tensor) -> None:
         """Allocate for all units at once, by scores [B, A, N] of each layer with anchors, of tokens in their slots."""
         self.begin()
         for layer, mine in sorted(scores.items()):
-            table = self.storage.tables[layer]
-            held = table.positions()
+            held = self.storage.tables[layer].positions()
             mine = torch.nn.functional.pad(mine, (0, held.shape[2] - mine.shape[2]))
-            table.held = np.array(table.live().tolist())
-            table.scores = Segments.packed(table.slots.sizes, len(held), 1, dtype=torch.float32, device=held.device)
-            table.add_scores(mine)
-            candidates = (held >= 0) & ~self._forced(layer, table.heads, held, newest)
-            self._stages.append(Stage(layer, table.heads, table.held, mine, candidates, None))
+            self._enter(layer, held, newest, mine)
         # Slots of different layers may be differently many.
         widest = max(stage.scores.shape[2] for stage in self._stages)
         for stage in self._stages:
             more = (0, widest - stage.scores.shape[2])
             stage.scores = torch.nn.functional.pad(stage.scores, more)
             stage.candidates = torch.nn.functional.pad(stage.candidates, more)
-        for stage, budgets in zip(self._stages, self._shared(newest, "budget"), strict=True):
-            table = self.storage.tables[stage.layer]
-            table.budgets, table.targets = budgets, self._targets(table.held, budgets)
-
-    def _targets(self, held: np.ndarray, budgets: np.ndarray) -> np.ndarray:
-        """[A, B] tokens that the prefill leaves: all of a row that is not above the method's threshold."""
-        return np.where(self._spared, held, np.minimum(held, budgets))
+        self._allocate(newest, "budget")
 
     # ------------------------------------------------------------------ a step
 
@@ -503,7 +412,7 @@ class Decision:
         held, weights = table.positions(), weights.transpose(0, 1)
 
         def score(method: Eviction, rows: slice) -> Tensor:
-            stored = self._in_slots(layer, held.shape[2]).of_rows(rows)
+            stored = Stored(self.storage, layer, held.shape[2], rows)
             seen = Observation(weights[rows], held[rows], newest[rows], False, decoding=True, stored=stored)
             return method.score(seen)
 
@@ -532,7 +441,7 @@ class Decision:
 
 def _of_rows(rows: slice, window: Window, stored: Stored, held: Tensor, newest: Tensor) -> tuple:
     """Of a window, and of what is stored, `held` [B, A, N] and `newest` [B] that it is looked at with, some rows."""
-    return window.of_rows(rows), stored.of_rows(rows), held[rows], newest[rows]
+    return window.of_rows(rows), replace(stored, rows=rows), held[rows], newest[rows]
 
 
 def _summed(method: Eviction, window: Window, stored: Stored, held: Tensor, newest: Tensor) -> Tensor:
@@ -543,7 +452,7 @@ def _summed(method: Eviction, window: Window, stored: Stored, held: Tensor, newe
         chunk = count  # kernels hold a tile of the weights at a time
     total = torch.zeros(held.shape, dtype=torch.float32, device=held.device)
     for first in range(0, count, chunk):
-        total += method.score(window.part(slice(first, first + chunk)).on(stored, held, newest))
+        total += method.score(Seen(window.part(slice(first, first + chunk)), stored, held, newest))
     return total
 
 

@@ -350,6 +350,12 @@ class Table:
         for place, view in _views(self.scores):
             view += more.transpose(0, 1)[place]
 
+    def set_scores(self, scores: Tensor) -> None:
+        """Give the tokens these scores, [B, A, N]."""
+        sizes = self.slots.sizes
+        self.scores = Segments.packed(sizes, sizes.shape[1], 1, dtype=torch.float32, device=self.slots.data.device)
+        self.add_scores(scores)
+
     def over_target(self, index: int) -> bool:
         """A row of this block holds more than the prefill may leave of it."""
         return self.targets is not None and bool((self.held[index] > self.targets[index]).any())

@@ -124,6 +124,7 @@ class SlotStorage(Storage):
         self.workspace: Tensor | None = None
         self.on_device = KeptOnDevice()
         self.decision = None if self.policy is None else Decision(self.config, self.policy, self)
+        self.prompt: tuple[Tensor, Tensor] | None = None  # anchors' keys and values that are decided on unstored
         self.chosen: dict[Unit, Chosen] = {}  # of blocks whose later layers are still to come, what to copy of them
         self.is_frozen = False
         self.is_waiting = False  # a prefill has evicted nothing, and `evict` is to
@@ -737,10 +738,12 @@ class SlotStorage(Storage):
 
     def keys(self, layer: int) -> Tensor:
         """[A, B, N, D] of a layer's anchor heads, in full precision."""
-        return self.layers[layer].keys.full().padded(0)
+        return self.layers[layer].keys.full().padded(0) if self.prompt is None else self.prompt[0]
 
     def values(self, layer: int) -> Tensor:
         """[A, B, N, D] of a layer's anchor heads, in full precision; N is that of `keys` or more."""
+        if self.prompt is not None:
+            return self.prompt[1]
         return self.layers[layer].values.full().padded(0)[: self.num_anchors[layer]]
 
     def output(self, layer: int) -> Tensor:
@@ -794,31 +797,29 @@ class SlotStorage(Storage):
     def _store_prompt(self, layer: int, k: Tensor, v: Tensor, seen: Window | None) -> None:
         """Of a prompt that is not stored, copy what its blocks keep."""
         step, anchors, units = self.step, self.num_anchors[layer], self.layout.units[layer]
-        keys, values = self._ordered(k, layer), self._ordered(v, layer)
+        keys, values, newest = self._ordered(k, layer), self._ordered(v, layer), step.positions[:, -1]
         if anchors:
-            chosen, scores, budgets = self.decision.of_prompt(
-                layer, seen, keys[:anchors], values[:anchors], step.positions
-            )
-            counts = np.stack([one.counts for one in chosen])
-            sizes = self.headroom.evicted(counts, budgets, step.length)
-            table = self._new_table(layer, sizes, counts, budgets, has_scores=True)
-            for index, one in enumerate(chosen):
-                one.put(table.slots, index, step.positions[one.rows, one.sources, None].int())
-                one.put(table.scores, index, scores[one.rows, index, one.sources, None])
-            self.chosen |= zip(units[:anchors], chosen, strict=True)
-        chosen = [self.chosen[unit] for unit in units]
+            # As if it lay in slots, each token in that of its column.
+            held = np.full((anchors, len(step.before)), self.count)
+            table = self._new_table(layer, held, held, None, self.policy.scores_stay is not None)
+            table.slots.write(0, step.to_be_stored.expand(anchors, -1, -1, -1), None)
+            self.prompt = keys[:anchors], values[:anchors]
+            self.decision.observe(layer, seen)
+            self.decision.of_slots(layer, newest)
+            self.prompt = None
+            changes = self.decision.staying(layer, range(anchors), newest, step.length)
+            table.repack(dict(enumerate(changes)))
+            self.chosen |= zip(units[:anchors], (chosen for chosen, _ in changes), strict=True)
         self.layers[layer] = stored = self._empty_layer(layer, keys)
-        for place, one in enumerate(chosen):
+        for place, unit in enumerate(units):
+            one = self.chosen[unit]
             one.put(stored.values, place, values[place, one.rows, one.sources])
             if place < anchors:
                 one.put(stored.keys, place, keys[place, one.rows, one.sources])
-        if len(chosen) > anchors:
-            # Of what is kept and proximal to the next token, the own keys.
-            slots = torch.full((len(chosen) - anchors, *step.positions.shape), -1, device=keys.device)
-            for own, one in zip(slots, chosen[anchors:], strict=True):
-                own[one.rows, one.sources] = one.slots
-            newest, reach = step.positions[:, -1], self.config.recent_size - 1
-            stored.pack_own(keys[anchors:], step.positions.expand(slots.shape), slots, newest, reach, step.length)
+        if len(units) > anchors:
+            stored.near_keys = keys[anchors:]
+            stored.near_positions = step.positions.expand(len(units) - anchors, -1, -1)
+            self._relink(layer, newest, self.config.recent_size - 1, step.length)
         for unit in units:
             if self.layout.last_layers[unit] == layer:
                 del self.chosen[unit]
@@ -985,9 +986,13 @@ class SlotStorage(Storage):
             layer.repack("values", by_place)
             self._quantize(index)
             if layer.near_keys.numel():
-                places = self._places(index)[layer.num_anchors :]
-                held = [table.positions([place])[:, 0] for table, place in places]
-                layer.relink_own(held, newest, reach, length)
+                self._relink(index, newest, reach, length)
+
+    def _relink(self, layer: int, newest: Tensor, reach: int | None, length: int) -> None:
+        """Find own keys' slots again; arguments else as `_repack`."""
+        places = self._places(layer)[self.num_anchors[layer] :]
+        held = [table.positions([place])[:, 0] for table, place in places]
+        self.layers[layer].relink_own(held, newest, reach, length)
 
     def _drop_evicted(self) -> bool:
         """Mark slots that a step gives up as empty, and own keys that lie apart with them; whether it gave up any."""
