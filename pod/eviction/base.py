@@ -292,6 +292,7 @@ class Eviction(Method):
         recent_in_blocks: in a block of several layers, the share of its budget beside the sinks that goes to the last
             tokens first, up to the model's recent ones: its later layers attend to these by keys of their own, of which
             the anchor's scores know nothing.
+        window: the last tokens that are always kept, of methods that need not count the query heads.
         waits: the first prefill evicts nothing, and `PodCache.evict` is to say its scores before anything follows.
             `allocate` is then called once more, with scores and candidates of all stages.
     """
@@ -305,6 +306,7 @@ class Eviction(Method):
     per_layer: ClassVar[bool] = False
     reads_outputs: ClassVar[bool] = False
     recent_in_blocks: ClassVar[float] = 0.0
+    window: ClassVar[int] = 0
     waits: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -318,7 +320,7 @@ class Eviction(Method):
 
     def protected(self, groups: int = 1) -> int:
         """The last tokens of each row that are always kept, with `groups` query heads per KV head."""
-        return 0
+        return self.window
 
     def least(self, sinks: int, groups: int) -> int:
         return max(1, sinks + self.protected(groups))

@@ -78,9 +78,6 @@ class CAKE(Eviction):
         check_choice(self, "indicator", ("mean", "variance", "product", "mean+variance"))
         check_choice(self, "allocation", ("preference", "entropy", "variance", "uniform", "random"))
 
-    def protected(self, groups: int = 1) -> int:
-        return self.window
-
     @property
     def observed(self) -> int:
         return self.window

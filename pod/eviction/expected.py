@@ -42,9 +42,6 @@ class ExpectedAttention(Eviction):
                 f"sinks={self.sinks}, window={self.window}, epsilon={self.epsilon:g}, future={self.future}"
             )
 
-    def protected(self, groups: int = 1) -> int:
-        return self.window
-
     @property
     def moments_from(self) -> int:
         return self.sinks

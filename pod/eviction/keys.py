@@ -148,9 +148,6 @@ class QFilters(KeyScores):
         if self.window < 0:
             raise ValueError(f"QFilters: window must not be negative, got {self.window}")
 
-    def protected(self, groups: int = 1) -> int:
-        return self.window
-
     def table(self, config: PreTrainedConfig) -> Tensor:
         return calibration.load(self.filters).of(calibration.FILTERS, config)
 

@@ -35,9 +35,6 @@ class SnapKV(Eviction):
         check_window(self)
         check_choice(self, "pooling", ("max", "avg"))
 
-    def protected(self, groups: int = 1) -> int:
-        return self.window
-
     @property
     def observed(self) -> int:
         return self.window
