@@ -142,32 +142,20 @@ def shared_by_preference(
     layout = sharing.blocks.layout()
     for head in range(sharing.blocks.num_kv_heads):
         column = layout.column(head)
-        blocks = [
-            (stage, index, layout.sizes[layer.layer, head])
-            for stage, layer in enumerate(sharing.stages)
-            for index, anchored in enumerate(layer.heads)
-            if anchored == head
-        ]
+        stages = zip(sharing.stages, counts, strict=True)
+        blocks = [(stage, stage.heads.index(head), kept) for stage, kept in stages if head in stage.heads]
         least = {anchor: sharing.always[anchor, head] for anchor in column}
         least = {anchor: always + round(alpha * (budget - always)) for anchor, always in least.items()}
         total = sum(budget - least[anchor] for anchor in column)
-        is_last = sum(size for *_, size in blocks) == len(column)
+        sizes = [layout.sizes[stage.layer, head] for stage, *_ in blocks]
         for row in range(len(sharing.seen)):
-            if sharing.spared[row] or not blocks:
+            if sharing.spared[row]:
                 continue
-            always = [least[sharing.stages[stage].layer] for stage, *_ in blocks]
-            shares = apportion(
-                total,
-                [wants(sharing.stages[stage], row) for stage, *_ in blocks],
-                [size for *_, size in blocks],
-                [
-                    max(0, int(sharing.stages[stage].held[index][row]) - kept)
-                    for (stage, index, _), kept in zip(blocks, always, strict=True)
-                ],
-                is_last,
-            )
-            for (stage, index, _), kept, share in zip(blocks, always, shares, strict=True):
-                counts[stage][index, row] = kept + share
+            wanted = [wants(stage, row) for stage, *_ in blocks]
+            room = [max(0, int(stage.held[index][row]) - least[stage.layer]) for stage, index, _ in blocks]
+            shares = apportion(total, wanted, sizes, room, is_last=sum(sizes) == len(column))
+            for (stage, index, kept), share in zip(blocks, shares, strict=True):
+                kept[index, row] = least[stage.layer] + share
     return counts
 
 
