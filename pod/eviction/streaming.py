@@ -32,11 +32,11 @@ class StreamingLLM(ChainPolicy):
 
     def __post_init__(self) -> None:
         check_policy(self)
-        if not self.is_share and self.budget <= self.sinks:
-            raise ValueError(
-                f"budget must be larger than the {self.sinks} sinks, which it includes; got {self.budget}. "
-                f"Use at least {self.sinks + 1}."
-            )
+        self._check_room(self.sinks, f"the {self.sinks} sinks, which it includes")
+
+    def _check_room(self, sinks: int, named: str) -> None:
+        if not self.is_share and self.budget <= sinks:
+            raise ValueError(f"budget must be larger than {named}; got {self.budget}. Use at least {sinks + 1}.")
 
     def least(self, sinks: int, groups: int) -> int:
         return max(self.sinks, sinks) + 1
@@ -48,11 +48,8 @@ class StreamingLLM(ChainPolicy):
             ValueError: the model's sinks alone exceed the budget.
         """
         sinks = self.sinks if config.blocks.is_dense else max(self.sinks, config.sink_size)
-        if self.budget <= sinks:
-            raise ValueError(
-                f"budget must be larger than the model's sink_size of {sinks} tokens, which are always kept in blocks "
-                f"of more than one layer; got {self.budget}. Use at least {sinks + 1}."
-            )
+        always = f"the model's sink_size of {sinks} tokens, which are always kept in blocks of more than one layer"
+        self._check_room(sinks, always)
         return Chain(sinks, self.budget - sinks, rotates=self.positions == "cache")
 
 
