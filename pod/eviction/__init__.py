@@ -51,31 +51,10 @@ from pod.eviction.streaming import LMInfinite, StreamingLLM
 from pod.eviction.tova import TOVA
 from pod.eviction.zigzagkv import ZigZagKV
 
-METHODS: dict[str, type] = {
-    "snapkv": SnapKV,
-    "pyramidkv": PyramidKV,
-    "adakv": AdaKV,
-    "h2o": H2O,
-    "tova": TOVA,
-    "cake": CAKE,
-    "sagekv": SageKV,
-    "chunkkv": ChunkKV,
-    "criticalkv": CriticalKV,
-    "zigzagkv": ZigZagKV,
-    "expectedattention": ExpectedAttention,
-    "knorm": Knorm,
-    "keydiff": KeyDiff,
-    "lagkv": LagKV,
-    "qfilters": QFilters,
-    "kvzip": KVzip,
-    "streamingllm": StreamingLLM,
-    "lminfinite": LMInfinite,
-    "cascade": Cascade,
-    "quest": Quest,
-    "shadowkv": ShadowKV,
-    "clusterkv": ClusterKV,
-    "recentreader": RecentReader,
-}
+_KNOWN = (SnapKV, PyramidKV, AdaKV, H2O, TOVA, CAKE, SageKV, ChunkKV, CriticalKV, ZigZagKV, ExpectedAttention)
+_KNOWN += (Knorm, KeyDiff, LagKV, QFilters, KVzip, StreamingLLM, LMInfinite, Cascade, Quest, ShadowKV, ClusterKV)
+_KNOWN += (RecentReader,)
+METHODS: dict[str, type] = {method.__name__.lower(): method for method in _KNOWN}  # as command lines name them
 
 
 def parse(text: str) -> Method:
