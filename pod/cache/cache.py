@@ -314,12 +314,12 @@ class PodCache(Cache):
         """Several forwards inside are one prefill: whatever acts at the end of a prefill acts when the block ends."""
         if self._storage.in_prefill:
             raise ValueError("cache.prefill() is already open: close it before opening another")
-        self._storage.open_prefill()
+        self._storage.mark_prefill(True)
         try:
             yield
             self._close_prefill()
         finally:
-            self._storage.abandon_prefill()
+            self._storage.mark_prefill(False)
 
     @_outlives_inference
     def _close_prefill(self) -> None:

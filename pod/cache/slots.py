@@ -347,13 +347,12 @@ class SlotStorage(Storage):
 
     # ------------------------------------------------------------------ one forward
 
-    def open_prefill(self) -> None:
-        super().open_prefill()
+    def mark_prefill(self, is_open: bool) -> None:
+        super().mark_prefill(is_open)
         if self.decision is not None:
             self.decision.begin()
 
     def close_prefill(self) -> None:
-        super().close_prefill()
         if self.has_share and self.rows.budgets is None and self.rows.columns:
             self.take_share(self.rows.seen)
         if self.decision is None or not self.decision.windows:
@@ -363,11 +362,6 @@ class SlotStorage(Storage):
             self.decision.of_slots(layer, newest)
             self._settle(len(self.layers) - 1, newest, self.rows.longest)
         self._end_prefill()
-
-    def abandon_prefill(self) -> None:
-        super().abandon_prefill()
-        if self.decision is not None:
-            self.decision.begin()
 
     def pieces(
         self, mask: Tensor | None, count: int, device: torch.device

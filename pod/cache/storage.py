@@ -435,17 +435,12 @@ class Storage(ABC):
 
     # ------------------------------------------------------------------ several forwards that are one prefill
 
-    def open_prefill(self) -> None:
-        """The forwards up to `close_prefill` are one prefill."""
-        self.in_prefill = True
+    def mark_prefill(self, is_open: bool) -> None:
+        """The forwards up to the next call are one prefill, or no more; where `close_prefill` was not, nothing acts."""
+        self.in_prefill = is_open
 
-    def close_prefill(self) -> None:
+    def close_prefill(self) -> None:  # noqa: B027 - most storages act on every forward
         """All of them are done: what acts at the end of a prefill acts."""
-        self.in_prefill = False
-
-    def abandon_prefill(self) -> None:
-        """One of them failed: nothing acts."""
-        self.in_prefill = False
 
     def cleared(self) -> "Storage":
         """A storage like it without tokens: itself, after `reset`."""
