@@ -25,7 +25,7 @@ from pod.cache.fork import SharedPrefix, refusal
 from pod.cache.offload import Offloaded, OffloadedValues
 from pod.cache.row_runs import RowRuns
 from pod.cache.slots import SlotStorage
-from pod.cache.storage import Outputs, Rotary, Rows, Storage, broken_off
+from pod.cache.storage import Outputs, Pieces, Rotary, Rows, Storage, broken_off
 from pod.eviction import ChainPolicy, Eviction, Method, ReadSelector, hyper_parameters, of_hyper_parameters
 from pod.eviction.streaming import WindowAttention
 from pod_kernels import Quantization, SkipStats, TriangleMix
@@ -370,7 +370,7 @@ class PodCache(Cache):
         return self._storage.takes_anchors(count)
 
     @_outlives_inference
-    def open(self, inputs: Tensor, mask: Tensor | None) -> list[tuple[Tensor | None, Tensor | None]]:
+    def open(self, inputs: Tensor, mask: Tensor | None) -> Pieces:
         """Check a forward's tokens, and cut it into what can be processed at once: the first thing that the model asks.
 
         Args:

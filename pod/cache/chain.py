@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
 
 from pod.cache.chain_step import ChainStep, OwnRing, Steps
-from pod.cache.storage import Anchors, Rotary, Rows, Step, Storage, oldest_first, strides
+from pod.cache.storage import Anchors, Pieces, Rotary, Rows, Step, Storage, oldest_first, strides
 from pod.eviction import ChainPolicy
 from pod_kernels import Segments
 from pod_kernels.cascade import Cascades, CascadeState
@@ -122,9 +122,7 @@ class ChainStorage(Storage):
 
     # ------------------------------------------------------------------ one forward of the model
 
-    def pieces(
-        self, mask: Tensor | None, count: int, device: torch.device
-    ) -> list[tuple[Tensor | None, Tensor | None]]:
+    def pieces(self, mask: Tensor | None, count: int, device: torch.device) -> Pieces:
         return strides(mask, count, [self.method.at_once], device)
 
     def begin(self, step: Step, inputs: Tensor, rotary: Rotary) -> None:

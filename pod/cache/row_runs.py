@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pod.cache.chain import ChainStorage
-from pod.cache.storage import Anchors, Rotary, Rows, Step, Storage, real_tokens, strides, widened
+from pod.cache.storage import Anchors, Pieces, Rotary, Rows, Step, Storage, real_tokens, strides, widened
 
 
 class RowRuns(Storage):
@@ -33,9 +33,7 @@ class RowRuns(Storage):
         for rows, chain in self._runs:
             chain.rows.seen = self.rows.seen[rows]
 
-    def pieces(
-        self, mask: Tensor | None, count: int, device: torch.device
-    ) -> list[tuple[Tensor | None, Tensor | None]]:
+    def pieces(self, mask: Tensor | None, count: int, device: torch.device) -> Pieces:
         if self.rows.budgets is None:
             self.take_share([count] * len(self.rows.seen) if mask is None else real_tokens(mask))
         return strides(mask, count, [self.method.with_budget(budget).at_once for budget in self.rows.budgets], device)

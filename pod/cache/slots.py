@@ -363,11 +363,6 @@ class SlotStorage(Storage):
             self._settle(len(self.layers) - 1, newest, self.rows.longest)
         self._end_prefill()
 
-    def pieces(
-        self, mask: Tensor | None, count: int, device: torch.device
-    ) -> list[tuple[Tensor | None, Tensor | None]]:
-        return [(None, mask)]
-
     def takes_anchors(self, count: int) -> bool:
         # One query with a cache reads the scores that its anchors left here. Keys and values that are shared are read
         # here by any number of queries.

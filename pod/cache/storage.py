@@ -26,6 +26,9 @@ Anchors = tuple[Tensor | None, Tensor | None]
 Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """A model's rotary embedding: (states, position_ids [1, n]) -> cos and sin [1, n, D] in the states' dtype."""
 
+Pieces = list[tuple[Tensor | None, Tensor | None]]
+"""What a forward is cut into; see `PodCache.open`."""
+
 Outputs = Callable[[int], Tensor]
 """A model's output projections: layer -> [hidden, H * D]."""
 
@@ -304,9 +307,7 @@ def real_tokens(mask: Tensor) -> list[int]:
     return real
 
 
-def strides(
-    mask: Tensor | None, count: int, stride: list[int], device: torch.device
-) -> list[tuple[Tensor, Tensor | None]]:
+def strides(mask: Tensor | None, count: int, stride: list[int], device: torch.device) -> Pieces:
     """Cut a forward that is longer than a stride into strides, counted in each row from its first real token.
 
     A left-padded row is thereby cut as it would be alone.
@@ -392,11 +393,9 @@ class Storage(ABC):
 
     # ------------------------------------------------------------------ one forward
 
-    @abstractmethod
-    def pieces(
-        self, mask: Tensor | None, count: int, device: torch.device
-    ) -> list[tuple[Tensor | None, Tensor | None]]:
+    def pieces(self, mask: Tensor | None, count: int, device: torch.device) -> Pieces:
         """Cut a forward into what can be processed at once; see `PodCache.open`."""
+        return [(None, mask)]
 
     def takes_anchors(self, count: int) -> bool:
         """Whether `attend` needs the running anchors' queries and keys in a forward of `count` tokens."""
