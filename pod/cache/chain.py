@@ -9,6 +9,7 @@ forward, F slots in use, P slots in all, D head dimension.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, chain
 from typing import Any
 
@@ -440,23 +441,11 @@ class ChainStorage(Storage):
         batch, scored = len(self.rows.seen), self.cascades.num_cascades > 1 or self.chain.gamma is not None
         self._head_orders = self._order_heads(like.device)
         self._state = CascadeState.allocate(self.cascades, self._first_units[-1], batch, scored, like.device)
-        self._layers = [self._allocate(layer, like) for layer in range(len(self._orders))]
-
-    def _allocate(self, layer: int, like: Tensor) -> ChainLayer:
-        batch, device = len(self.rows.seen), like.device
-        anchors = self._num_anchors[layer]
-        others = len(self._orders[layer]) - anchors
-
-        def segments(heads: int, capacity: int) -> Segments:
-            return Segments.rectangular(heads, batch, capacity, like.shape[-1], dtype=like.dtype, device=device)
-
-        slots = self.cascades.slots
-        return ChainLayer(
-            values=segments(len(self._orders[layer]), slots),
-            keys=segments(anchors, slots),
-            own=segments(others, self._ring.capacity),
-            state=self._state_of(layer),
-        )
+        empty = partial(Segments.rectangular, batch=batch, dim=like.shape[-1], dtype=like.dtype, device=like.device)
+        for layer, (order, anchors) in enumerate(zip(self._orders, self._num_anchors, strict=True)):
+            values, keys = (empty(heads, capacity=self.cascades.slots) for heads in (len(order), anchors))
+            own = empty(len(order) - anchors, capacity=self._ring.capacity)
+            self._layers.append(ChainLayer(values, keys, own, self._state_of(layer)))
 
     def _state_of(self, layer: int) -> CascadeState | None:
         """Of the blocks anchored in a layer, a view."""
