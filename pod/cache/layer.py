@@ -191,7 +191,7 @@ class Layer(LayerSlots):
         """
         self.room -= 1
         if self.ring_size:
-            self._put_in_ring(keys, step)
+            step.put_near(self.near_keys, keys, self.sink_size, self.ring_size)
             return
         is_sink = (self.near_positions >= 0) & (self.near_positions < self.sink_size)
         place = self.near_positions.masked_fill(is_sink, torch.iinfo(torch.int32).max).argmin(dim=-1, keepdim=True)
@@ -219,26 +219,12 @@ class Layer(LayerSlots):
         if self.ring_size:
             places = self.near_keys.shape[2]
             self.widen_own(step.length - (places - self.room), step.length)
-            self._put_in_ring(seen.near_keys[:, :, -step.positions.shape[1] :], step)
+            new = seen.near_keys[:, :, -step.positions.shape[1] :]
+            step.put_near(self.near_keys, new, self.sink_size, self.ring_size)
             self.room = self.near_keys.shape[2] - step.length
         else:
             newest = step.positions[:, -1]
             self.pack_own(seen.near_keys, seen.near_positions, seen.near_slots, newest, self.reach, step.length)
-
-    def _put_in_ring(self, keys: Tensor, step: Step) -> None:
-        """The last `ring_size` of new [S, B, T, D], and sinks."""
-        positions = step.positions
-        if keys.shape[2] == 1 and step.even:
-            place = step.length - 1
-            if place >= self.sink_size:
-                place = self.sink_size + (place - self.sink_size) % self.ring_size
-            self.near_keys[:, :, place : place + 1] = keys
-        elif keys.shape[2] == 1 and not step.is_first:
-            rows = torch.arange(keys.shape[1], device=keys.device)
-            self.near_keys[:, rows, self.ring_places(positions[:, 0])] = keys[:, :, 0]
-        else:
-            rows, columns = step.near(self.sink_size, self.ring_size)
-            self.near_keys[:, rows, self.ring_places(positions[rows, columns])] = keys[:, rows, columns]
 
     @property
     def is_own_full(self) -> bool:

@@ -19,6 +19,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from pod.eviction import Method
 from pod_kernels import SkipStats
 from pod_kernels.cached import Masks
+from pod_kernels.segments import ring_places
 
 Anchors = tuple[Tensor | None, Tensor | None]
 """The running anchors' queries [B, H, T, D] and keys [B, H_kv, T, D]; None where they are not needed."""
@@ -68,7 +69,7 @@ class Step:
     in_prefill: bool
     masks: Masks = field(default_factory=dict)
     read: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    _near: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _near: dict[tuple[int, int], tuple[Tensor, ...]] = field(default_factory=dict)
     _by_device: dict[torch.device, "Step"] = field(default_factory=dict)  # the same one for all of them
 
     @cached_property
@@ -98,14 +99,20 @@ class Step:
         """[1, B, T, 1] int32, the positions as tables of slots hold them."""
         return self.positions[None, ..., None].int()
 
-    def near(self, sink_size: int, ring_size: int) -> tuple[Tensor, Tensor]:
-        """Rows and columns, [n] int64 each, of the tokens that are sinks or among their row's last `ring_size`."""
+    def put_near(self, held: Tensor, new: Tensor, sink_size: int, ring_size: int) -> None:
+        """Write new [.., B, T, D], of sinks and a row's last `ring_size` tokens, to their places in [.., B, M, D]."""
         key = sink_size, ring_size
         if key not in self._near:
-            last = self.positions[:, -1:]
-            kept = (self.positions < sink_size) | (self.positions > last - ring_size)
-            self._near[key] = ((self.positions >= 0) & kept).nonzero(as_tuple=True)
-        return self._near[key]
+            if self.positions.shape[1] == 1 and not self.is_first:
+                # Every row's token; the host need not know where: a CUDA graph repeats this.
+                rows = torch.arange(len(self.positions), device=self.positions.device)
+                columns = torch.zeros_like(rows)
+            else:
+                kept = (self.positions < sink_size) | (self.positions > self.positions[:, -1:] - ring_size)
+                rows, columns = ((self.positions >= 0) & kept).nonzero(as_tuple=True)
+            self._near[key] = rows, columns, ring_places(self.positions[rows, columns], *key)
+        rows, columns, places = self._near[key]
+        held[..., rows, places, :] = new[..., rows, columns, :]
 
     @cached_property
     def counts(self) -> Tensor | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from pod.cache.storage import Step
-from pod_kernels.segments import ring_places, ring_positions
+from pod_kernels.segments import ring_positions
 from pod_kernels.window import window_attention, window_mask
 
 LEAST_CHUNK = 64  # queries of a prefill that look at keys together, at least
@@ -67,16 +67,7 @@ class Streams:
 
     def write(self, new: Tensor, step: Step) -> None:
         """Store what later tokens can need of a forward's keys and values [2, W, B, T, D]; there are places for it."""
-        sizes, masks = (self.sink_size, self.ring_size), step.masks
-        if step.positions.shape[1] == 1 and not step.is_first:
-            if "rows" not in masks:  # for all layers; the host need not know where: a CUDA graph repeats this
-                masks["rows"] = torch.arange(len(step.positions), device=step.positions.device)
-                masks["places"] = ring_places(step.positions[:, 0], *sizes)
-            self.vectors[:, :, masks["rows"], masks["places"]] = new[:, :, :, 0]
-            return
-        rows, columns = step.near(*sizes)
-        places = ring_places(step.positions[rows, columns], *sizes)
-        self.vectors[:, :, rows, places] = new[:, :, rows, columns]
+        step.put_near(self.vectors, new, self.sink_size, self.ring_size)
 
     def attend(self, q: Tensor, new: Tensor, step: Step, places: int, scale: float) -> Tensor:
         """Store a forward's keys and values, and attend: each query to the sinks and recent tokens up to itself.
