@@ -244,45 +244,7 @@ def _value(method: str, key: str, text: str, accepted: tuple[type, ...]) -> obje
     raise ValueError(f"{method}: {key} must be {names}, got {text!r}")
 
 
-__all__ = [
-    "CAKE",
-    "H2O",
-    "METHODS",
-    "TOVA",
-    "AdaKV",
-    "Cascade",
-    "Chain",
-    "ChainPolicy",
-    "ChunkKV",
-    "ClusterKV",
-    "Combined",
-    "CriticalKV",
-    "Eviction",
-    "ExpectedAttention",
-    "KVzip",
-    "KeyDiff",
-    "Knorm",
-    "LMInfinite",
-    "LagKV",
-    "Method",
-    "Observation",
-    "PyramidKV",
-    "QFilters",
-    "Quest",
-    "ReadSelector",
-    "RecentReader",
-    "SageKV",
-    "ShadowKV",
-    "Sharing",
-    "SnapKV",
-    "Stage",
-    "StreamingLLM",
-    "ZigZagKV",
-    "describe",
-    "hyper_parameters",
-    "of_hyper_parameters",
-    "parse",
-    "parse_all",
-    "split",
-    "unparse",
-]
+# What a method is made of, what is done with methods, and the methods.
+__all__ = ["Chain", "ChainPolicy", "Eviction", "Method", "Observation", "ReadSelector", "Sharing", "Stage"]
+__all__ += ["METHODS", "describe", "hyper_parameters", "of_hyper_parameters", "parse", "parse_all", "split", "unparse"]
+__all__ += ["Combined", *(method.__name__ for method in _KNOWN)]
