@@ -17,7 +17,6 @@ of the largest segment, S slots of all, T tokens of a forward, D head dimension.
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -292,9 +291,9 @@ class Table:
     Attributes:
         heads: their KV heads, in storage order.
         sizes: [A, B] slots of each; keys and values lie the same way. This and other counts are the host's.
+        held: [A, B] tokens of each; known only until a token is decoded.
         slots: [B, A] segments of positions, [S, 1] int32, -1 where a slot is empty; None: slot = position.
         scores: the same of float32, where scores are needed later.
-        held: [A, B] tokens of each; known only until a token is decoded.
         budgets: [A, B] what decoding keeps of each; None until a prefill has decided.
         targets: [A, B] what a prefill leaves of each, once decided.
         room: empty slots that every segment has at least.
@@ -307,10 +306,10 @@ class Table:
 
     heads: tuple[int, ...]
     sizes: np.ndarray
-    slots: Segments | None
-    scores: Segments | None
     held: np.ndarray
-    budgets: np.ndarray | None
+    slots: Segments | None = None
+    scores: Segments | None = None
+    budgets: np.ndarray | None = None
     targets: np.ndarray | None = None
     room: int = 0
     is_packed: bool = False
@@ -430,10 +429,6 @@ class Table:
         """What is kept between two forwards, by name."""
         parts = {"slots": self.slots, "scores": self.scores}
         return {name: part.data for name, part in parts.items() if part is not None}
-
-    def facts(self) -> dict[str, Any]:
-        """What else there is to know."""
-        return {name: getattr(self, name) for name in FACTS}
 
 
 def _some(rows: Tensor, chosen: Sequence[int] | None) -> Tensor:

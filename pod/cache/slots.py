@@ -39,7 +39,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from pod.blocks import STREAMS, Unit
 from pod.cache.keep import Decision, Window
-from pod.cache.layer import COUNTS, OWN, VECTORS, Headroom, Layer, Table
+from pod.cache.layer import COUNTS, FACTS, OWN, VECTORS, Headroom, Layer, Table
 from pod.cache.offload import OffloadedValues
 from pod.cache.storage import Anchors, Rotary, Rows, Step, Storage, broken_off, oldest_first, widened
 from pod.cache.streams import Streams
@@ -160,7 +160,7 @@ class SlotStorage(Storage):
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         layers = [{"sizes": layer.values.sizes, "near_room": layer.room} for _, layer in self._stored()]
-        tables = {index: table.facts() for index, table in self.tables.items()}
+        tables = {index: {name: getattr(table, name) for name in FACTS} for index, table in self.tables.items()}
         used = None
         if self.policy is None and self.quantization is None:  # what is not used is not written
             used = self.rows.longest
@@ -790,7 +790,7 @@ class SlotStorage(Storage):
         if anchors:
             # As if it lay in slots, each token in that of its column.
             held = np.full((anchors, len(step.before)), self.count)
-            table = self._new_table(layer, held, held, None, self.policy.scores_stay is not None)
+            table = self._new_table(layer, held, held)
             table.slots.write(0, step.to_be_stored.expand(anchors, -1, -1, -1), None)
             self.prompt = keys[:anchors], values[:anchors]
             self.decision.observe(layer, seen)
@@ -839,9 +839,7 @@ class SlotStorage(Storage):
         count = self.count if self.policy is not None else step.length - self.rows.longest
         if anchors and table is None:
             held = np.zeros((anchors, len(step.before)), dtype=np.int64)
-            sizes = self.headroom.grown(held, count, step.length)
-            has_scores = self.policy is not None and self.policy.scores_stay is not None
-            self._new_table(layer, sizes, held, None, has_scores)
+            self._new_table(layer, self.headroom.grown(held, count, step.length), held)
         elif anchors and self.count > 1 and table.has_holes:
             chosen = [Chosen.of(held >= 0, held) for held in table.positions().unbind(dim=1)]
             sizes = self.headroom.grown(np.stack([one.counts for one in chosen]), count, step.length)
@@ -881,21 +879,13 @@ class SlotStorage(Storage):
         for index, layer in self._stored():
             layer.resize("values", self._sizes(index))
 
-    def _new_table(
-        self,
-        layer: int,
-        sizes: np.ndarray,
-        held: np.ndarray,
-        budgets: np.ndarray | None,
-        has_scores: bool,
-    ) -> Table:
-        heads = self.layout.orders[layer][: self.num_anchors[layer]]
-        batch, device, slots, scores = sizes.shape[1], self.step.positions.device, None, None
+    def _new_table(self, layer: int, sizes: np.ndarray, held: np.ndarray) -> Table:
+        table = self.tables[layer] = Table(self.layout.orders[layer][: self.num_anchors[layer]], sizes, held)
+        batch, device = sizes.shape[1], self.step.positions.device
         if self.policy is not None:
-            slots = Segments.packed(sizes, batch, 1, dtype=torch.int32, fill=-1, device=device)
-        if has_scores:
-            scores = Segments.packed(sizes, batch, 1, dtype=torch.float32, device=device)
-        table = self.tables[layer] = Table(heads, sizes, slots, scores, held, budgets)
+            table.slots = Segments.packed(sizes, batch, 1, dtype=torch.int32, fill=-1, device=device)
+            if self.policy.scores_stay is not None:
+                table.scores = Segments.packed(sizes, batch, 1, dtype=torch.float32, device=device)
         table.count_room()
         return table
 
