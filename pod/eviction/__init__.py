@@ -17,7 +17,7 @@ import difflib
 import types
 from collections.abc import Iterable
 from dataclasses import MISSING, fields
-from typing import Any, get_type_hints
+from typing import Any
 
 from pod.eviction.adakv import AdaKV
 from pod.eviction.base import (
@@ -89,10 +89,9 @@ def parse(text: str) -> Method:
         given |= pairs
     parts = []
     for method in methods:
-        hints, own = get_type_hints(method), fields(method)
-        types_of = {one.name: accepted_types(hints[one.name]) for one in own}
+        types_of = accepted_types(method)
         values = {key: _value(name, key, value, types_of[key]) for key, value in given.items() if key in types_of}
-        missing = [one.name for one in own if one.default is MISSING and one.name not in values]
+        missing = [one.name for one in fields(method) if one.default is MISSING and one.name not in values]
         if missing:
             example = "256" if missing[0] == "budget" else "FILE"
             raise ValueError(f"{text!r}: {missing[0]} is missing, e.g. {name}:{missing[0]}={example}")

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from functools import lru_cache
 from itertools import groupby
-from typing import ClassVar, Literal, Self, get_args, get_origin, get_type_hints
+from typing import ClassVar, Literal, Self, get_args, get_type_hints
 
 import numpy as np
 import torch
@@ -543,9 +543,10 @@ def check_choice(method: Method, name: str, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{type(method).__name__}: {name} must be one of {', '.join(choices)}; got {value!r}")
 
 
-def accepted_types(hint: type | types.UnionType) -> tuple[type, ...]:
-    """The types of a field, `int | None` taken apart."""
-    return get_args(hint) if get_origin(hint) is types.UnionType else (hint,)
+def accepted_types(method: type) -> dict[str, tuple[type, ...]]:
+    """The types of each field of a dataclass, `int | None` taken apart."""
+    hints = get_type_hints(method)
+    return {one.name: get_args(hints[one.name]) or (hints[one.name],) for one in fields(method)}
 
 
 def check_types(method: object) -> None:
@@ -554,13 +555,12 @@ def check_types(method: object) -> None:
     Raises:
         ValueError: names the method, the field and the value.
     """
-    hints = get_type_hints(type(method))
-    for one in fields(method):
-        value, accepted = getattr(method, one.name), accepted_types(hints[one.name])
+    for field_name, accepted in accepted_types(type(method)).items():
+        value = getattr(method, field_name)
         fits = isinstance(value, (*accepted, int) if float in accepted else accepted)
         if not fits or (isinstance(value, bool) and bool not in accepted):
             names = " or ".join("None" if kind is types.NoneType else kind.__name__ for kind in accepted)
-            raise ValueError(f"{type(method).__name__}: {one.name} must be {names}, got {value!r}")
+            raise ValueError(f"{type(method).__name__}: {field_name} must be {names}, got {value!r}")
 
 
 def check_policy(policy: ChainPolicy) -> None:
