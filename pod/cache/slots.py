@@ -39,7 +39,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from pod.blocks import STREAMS, Unit
 from pod.cache.keep import Decision, Window
-from pod.cache.layer import COUNTS, FACTS, OWN, VECTORS, Headroom, Layer, Table
+from pod.cache.layer import COUNTS, FACTS, OWN, Headroom, Layer, Table
 from pod.cache.offload import OffloadedValues
 from pod.cache.storage import Anchors, Rotary, Rows, Step, Storage, broken_off, oldest_first, widened
 from pod.cache.streams import Streams
@@ -177,17 +177,12 @@ class SlotStorage(Storage):
             own = {part: tensors[f"{name}.{part}"] for part in OWN if f"{name}.{part}" in tensors}
             if self._offloads(index):
                 tensors[f"{name}.values"] = tensors[f"{name}.values"].cpu()
-            parts = {
-                part: self._restored(f"{name}.{part}", sizes if part == "values" else sizes[:anchors], tensors)
-                for part in VECTORS
-            }
-            pages = tensors.get(f"{name}.pages")
-            if pages is not None:
-                pages = Segments.of(np.full((anchors, batch), len(pages) // max(1, anchors * batch)), batch, pages)
+            parts = {"values": sizes, "keys": sizes[:anchors]}
+            if self.selector is not None:
+                parts["pages"] = self.selector.pages(sizes[:anchors])
+            parts = {part: self._restored(f"{name}.{part}", each, tensors) for part, each in parts.items()}
             streams = self._streams(tensors.get(f"{name}.streams"))
-            self.layers[index] = self._layer(
-                index, **parts, **own, room=layer["near_room"], pages=pages, streams=streams
-            )
+            self.layers[index] = self._layer(index, **parts, **own, room=layer["near_room"], streams=streams)
         for name, table in facts["tables"].items():
             table |= {part: None if table[part] is None else np.array(table[part]) for part in COUNTS}
             slots = None if self.policy is None else tensors[f"tables.{name}.slots"]
