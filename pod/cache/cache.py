@@ -151,8 +151,8 @@ class PodCache(Cache):
         self._is_cut = False  # its pieces have some of its columns each
         self._padding: tuple[int, Tensor] | None = None  # its first column, and with how many of padding it begins
         self._watch: Callable[[int, Tensor, Tensor, float], None] | None = None
-        self._is_peek = False  # all there is, is a copy's
-        self._lent = 0  # of which the first so many columns lie where the cache's own do
+        # Inside `peek` all there is, is a copy's, of which the first so many columns lie where the cache's own do.
+        self._lent: int | None = None
         self._is_counted = True  # False while a forward is counted, and between its pieces
         self._dtype: torch.dtype | None = None  # of what the model computes
         self._storage: Storage
@@ -344,7 +344,7 @@ class PodCache(Cache):
         Raises:
             ValueError: nothing is stored yet, or `prefill()` or another `peek()` is open.
         """
-        if self.batch_size < 0 or self._storage.in_prefill or self._is_peek:
+        if self.batch_size < 0 or self._storage.in_prefill or self._lent is not None:
             raise ValueError("cache.peek() is for a cache that holds tokens, outside prefill() and another peek()")
         self._rollback()
         kept = vars(self).copy()
@@ -358,7 +358,7 @@ class PodCache(Cache):
     @_outlives_inference
     def _go_apart(self) -> None:
         self._rows, storage = self._rows.apart(), self._storage
-        self._storage, self._is_peek, self._lent = storage.apart(self._rows), True, self._rows.columns
+        self._storage, self._lent = storage.apart(self._rows), self._rows.columns
 
     @property
     def rotates(self) -> bool:
@@ -577,7 +577,7 @@ class PodCache(Cache):
             ValueError: the method is another, the context is evicted from, or there is none.
         """
         self._rollback()
-        if self.batch_size < 0 or self._storage.in_prefill or self._is_peek:
+        if self.batch_size < 0 or self._storage.in_prefill or self._lent is not None:
             raise ValueError("cache.evict is for a cache that holds a context, outside prefill() and peek()")
         self._storage.evict(scores)
 
@@ -609,7 +609,7 @@ class PodCache(Cache):
         if self._storage.in_prefill:
             raise ValueError("a copy inside cache.prefill() could not be closed: copy the cache before or after it")
         made = memo[id(self)] = type(self).__new__(type(self))
-        vars(made).update(copy.deepcopy(vars(self), memo), _is_peek=False, _lent=0, _watch=None)
+        vars(made).update(copy.deepcopy(vars(self), memo), _lent=None, _watch=None)
         return made
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -714,7 +714,7 @@ class PodCache(Cache):
                 f"cannot take back {removed} tokens: some of them are padding of a turn whose rows had different "
                 "lengths. Take a copy (copy.deepcopy) before such a turn, and go on with that"
             )
-        if self._rows.columns - removed < self._lent:  # what comes instead is written there
+        if self._rows.columns - removed < (self._lent or 0):  # what comes instead is written there
             self._storage, self._lent = self._storage.apart(self._rows, lends=False), 0
         self._rows.crop(removed)
         self._storage.crop(removed)

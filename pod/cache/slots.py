@@ -113,7 +113,6 @@ class SlotStorage(Storage):
         self.streams = layout.streams
         self._all_heads = tuple(range(config.num_key_value_heads))
         self.leaves_scores = any(layout.score_heads)
-        self._ring_size = config.recent_size + crop_slack
         self.headroom = Headroom(max_length, method.when if self.evicts_at_steps else 0, most_own)
         super().__init__(config, rows, method)
 
@@ -205,8 +204,6 @@ class SlotStorage(Storage):
         column = torch.arange(self.rows.longest, device=self.rows.lengths.device)
         cropped = self.rows.most_columns - self.rows.columns
         kept = torch.where(column < self.rows.lengths[:, None], column, -1)
-        if self.policy is None and streams is None:
-            return kept[:, None].expand(-1, len(anchors), -1)
         rows = []
         for head, anchor in enumerate(anchors):
             if anchor == STREAMS:
@@ -921,7 +918,7 @@ class SlotStorage(Storage):
         # Under `share: kv` the anchors' heads are the layer's.
         order = tuple(range(self.num_anchors[layer])) if self.shares_kv else self.orders[layer]
         index = None if self.shares_kv else self.index(layer, parts["near_keys"].device)
-        ring_size = self._ring_size if self.policy is None else 0
+        ring_size = self.config.recent_size + self.crop_slack if self.policy is None else 0
         known = {"sink_size": self.config.sink_size, "recent_size": self.config.recent_size, "ring_size": ring_size}
         known |= {"headroom": self.headroom, "quantization": self.quantization}
         known |= {"elsewhere": len(self.streams[layer])}
