@@ -512,9 +512,8 @@ class SlotStorage(Storage):
             if known is not self.layers[layer]:
                 self.layers[layer].keep_own(known, self.step)
         if self.streams[layer]:
-            held = self.layers[layer].streams
-            held.widen(self._stream_places(self.step.length))
-            held.write(self._streamed(layer, k, v), self.step)
+            places = self._stream_places(self.step.length)
+            self.layers[layer].streams.write(self._streamed(layer, k, v), self.step, places)
 
     def _append_by_kernel(self, layer: int, k: Tensor, v: Tensor) -> None:
         """One token in each row, where slots hold any positions."""
@@ -683,8 +682,7 @@ class SlotStorage(Storage):
         held, step = self.layers[layer].streams, self.step
         new, places = self._streamed(layer, k, v), self._stream_places(step.length)
         if step.is_first:
-            held.widen(places)
-            held.write(new, step)
+            held.write(new, step, places)
             return out
         mine = self.on_device(self.streams[layer], k.device)
         asked, found = q.detach().unflatten(1, (k.shape[1], -1)), out.unflatten(1, (k.shape[1], -1))

@@ -65,8 +65,9 @@ class Streams:
         lost = (known >= self.sink_size) & (known < lengths[:, None] + cropped - self.ring_size)
         return known.masked_fill(lost, -1)
 
-    def write(self, new: Tensor, step: Step) -> None:
-        """Store what later tokens can need of a forward's keys and values [2, W, B, T, D]; there are places for it."""
+    def write(self, new: Tensor, step: Step, places: int) -> None:
+        """Store what later tokens can need of a forward's keys and values [2, W, B, T, D], in so many places."""
+        self.widen(places)
         step.put_near(self.vectors, new, self.sink_size, self.ring_size)
 
     def attend(self, q: Tensor, new: Tensor, step: Step, places: int, scale: float) -> Tensor:
@@ -87,8 +88,7 @@ class Streams:
         known = None if count == 1 else torch.cat([self.held(step.before), positions], dim=1)
         if count > 1:  # the last tokens push out what the first ones still need
             before = torch.cat([before, new], dim=3)
-        self.widen(places)
-        self.write(new, step)
+        self.write(new, step, places)
         is_padding = step.masks.get("padding")
         if is_padding is None:
             is_padding = step.masks["padding"] = (positions < 0)[:, None, :, None]
