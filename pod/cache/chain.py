@@ -241,7 +241,7 @@ class ChainStorage(Storage):
             sizes = self.config.sink_size, self.config.recent_size
             put_own(shared, q[num_anchors:], own, step.positions, *sizes, options["scale"])
         scored = num_anchors and self.chain.gamma is not None
-        out, sums, logits = slot_decode(
+        return slot_decode(
             q,
             stored.keys.rectangle,
             stored.values.rectangle,
@@ -254,7 +254,6 @@ class ChainStorage(Storage):
             decay=1 - self.chain.gamma if scored else None,
             **options,
         )
-        return out, sums, logits
 
     def write(self, layer: int, k: Tensor, v: Tensor, sums: Tensor | None) -> Tensor | None:
         """Insert and store the new tokens of one layer, a single one when the forward ends; `attend` calls it.
@@ -292,9 +291,8 @@ class ChainStorage(Storage):
         return slots[:num_anchors]
 
     def finish(self) -> None:
-        sums = None
-        if self._pending and self.chain.gamma is not None:
-            sums = torch.cat([part.sums for part in self._pending if part.sums is not None])
+        scored = [part.sums for part in self._pending if part.sums is not None]
+        sums = torch.cat(scored) if scored else None
         if self._pending and self.by_kernels:
             self._store_one(sums)
         elif self._pending:
@@ -308,8 +306,7 @@ class ChainStorage(Storage):
                 if num_anchors:
                     self._put(stored.keys.rectangle, new.keys[:num_anchors], slots[:num_anchors])
                 self._put(stored.values.rectangle, new.values, slots)
-        if self._pending:
-            self._pending, self._open = [], {}
+        self._pending, self._open = [], {}
         self.step = self._step = None
 
     # ------------------------------------------------------------------ rows
