@@ -32,6 +32,7 @@ NORM_NUMBERS = 2**24  # of outputs of values in memory at once
 BEYOND_MEMORY = 2**48
 
 
+@dataclass(frozen=True)
 class Method(ABC):
     """What every method has, a dataclass of hyper-parameters: a budget.
 
@@ -297,7 +298,6 @@ class Eviction(Method):
             `allocate` is then called once more, with scores and candidates of all stages.
     """
 
-    budget: int | float
     query_aware: bool = field(default=True, kw_only=True)
 
     positions: ClassVar[str] = "absolute"

@@ -38,7 +38,6 @@ class Cascade(ChainPolicy):
         ValueError: a value is out of range; names it.
     """
 
-    budget: int | float
     sinks: int = 64
     num_cascades: int = 4
     gamma: float = 0.9999

@@ -42,7 +42,6 @@ class ClusterKV(ReadSelector):
         ValueError: a value is out of range; names it.
     """
 
-    budget: int | float
     cluster_size: int = 80
     dense_layers: int = 2
     sinks: int = 16

@@ -32,7 +32,6 @@ class Quest(ReadSelector):
         ValueError: a value is out of range; names it.
     """
 
-    budget: int | float
     page_size: int = 16
     dense_layers: int = 2
 

@@ -25,7 +25,6 @@ class RecentReader(ReadSelector):
         ValueError: a value is out of range; names it.
     """
 
-    budget: int | float
     sinks: int = 4
     dense_layers: int = 0
 

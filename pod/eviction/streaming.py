@@ -25,7 +25,6 @@ class StreamingLLM(ChainPolicy):
         ValueError: a value is out of range; names it.
     """
 
-    budget: int | float
     sinks: int = 4
     positions: str = "cache"
     stride: int | None = None
