@@ -380,7 +380,8 @@ class SlotStorage(Storage):
         self.is_decoding = self.count == 1 and not step.is_first and not self.in_prefill
         self.acts = self.policy is not None and not self.is_frozen and not self.is_decoding
         if self.acts and self.policy.moments_from is not None:
-            self.rotary = partial(rotary, inputs[:, :1].detach())
+            # Copied: a view would keep the embeddings of the whole prompt.
+            self.rotary = partial(rotary, inputs[:, :1].detach().clone())
         self.is_direct = self.acts and step.is_first and not self.in_prefill
         if self.policy is not None and not self.in_prefill and not self.is_decoding:
             self.decision.begin()

@@ -413,6 +413,15 @@ def test_cascading_equals_evicting_once():
     assert plain_rule > 300
 
 
+def test_the_embeddings_of_a_prompt_do_not_stay():
+    """Whose first token gives Expected Attention's rotary embedding its dtype and device."""
+    model = build("llama", "scores", ANCHORS)
+    cache = pod.PodCache(model.config, eviction=ExpectedAttention(16, future=8))
+    fed(model, cache, tokens(2, 40))
+    held = [value for value in vars(cache._storage).values() if hasattr(value, "func")]
+    assert held[0].args[0].untyped_storage().nbytes() == 2 * model.config.hidden_size * 4
+
+
 # ---------------------------------------------------------------------- ties and misuse
 
 
