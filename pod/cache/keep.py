@@ -277,7 +277,7 @@ class Decision:
         self.windows[layer] = window
 
     def of_slots(self, layer: int, newest: Tensor) -> None:
-        """Score and allocate for the units anchored in a layer; their tokens up to `newest` [B] are in their slots."""
+        """Score and allocate for the units anchored in a layer, of what is in its table: tokens up to `newest` [B]."""
         for earlier in self._stages:
             earlier.scores = earlier.candidates = None
             earlier.held = self.storage.tables[earlier.layer].held
@@ -419,8 +419,7 @@ class Decision:
         scores = self._scored(score)
         if self._sums:
             table.received = scores
-            scores = scores + table.carried()
-        elif self.method.scores_stay:
+        if self.method.scores_stay:
             scores = scores + table.carried()
         if not evicts:
             return
