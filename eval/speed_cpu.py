@@ -5,7 +5,6 @@ from dataclasses import replace
 from functools import cache as once
 from functools import partial
 
-import timing
 import torch
 from dense_attention import FLASH, dense_attentions
 from filled_cache import attend, fill
@@ -63,9 +62,15 @@ def _room(setting: Setting, length: int) -> int:
     return length + STEPS * (setting.rounds + 2)
 
 
-def _missing(left_out: dict[str, str]) -> dict[str, str]:
-    """Why a peer is left out, with the remedy where it is not installed."""
-    return {name: MISSING if why.startswith("ModuleNotFoundError") else why for name, why in left_out.items()}
+def _with_remedy(found: Measured) -> Measured:
+    """The same, which says the remedy of what is left out as it is not installed."""
+    reasons = {name: MISSING if why.startswith("ModuleNotFoundError") else why for name, why in found.left_out.items()}
+    return replace(found, left_out=reasons)
+
+
+def _few(setting: Setting) -> Setting:
+    """The same with few rounds, for what takes long."""
+    return replace(setting, rounds=min(FEW, setting.rounds), most_seconds=MOST_SECONDS)
 
 
 def _static(model: PreTrainedModel, room: int) -> StaticCache:
@@ -119,9 +124,9 @@ def decode_step(setting: Setting, length: int) -> Measured:
     for model, cache in caches.values():
         fill(cache, model, 1, length)
     works = {name: _steps(*pair) for name, pair in caches.items()}
-    seconds, left_out, notes = setting.measured(works, f"decode at {length}")
-    notes.append(f"{STEPS} steps; {KVPRESS} decodes from a DynamicCache, and where nothing is evicted is that.")
-    return Measured(seconds, [("PoD", other) for other in (DENSE, STOCK, STATIC)], left_out=left_out, notes=notes)
+    notes = [f"{STEPS} steps; {KVPRESS} decodes from a DynamicCache, and where nothing is evicted is that."]
+    pairs = [("PoD", other) for other in (DENSE, STOCK, STATIC)]
+    return setting.measured(works, f"decode at {length}", pairs, notes=notes)
 
 
 def decode_after_snapkv(setting: Setting, length: int) -> Measured:
@@ -136,10 +141,9 @@ def decode_after_snapkv(setting: Setting, length: int) -> Measured:
         works[name] = _steps(stock, cache)
     peer = once(lambda: _steps(stock, kvpress_cache(stock, ids), length))  # the first run, not counted, prefills
     works[KVPRESS_EVICTED] = lambda: peer()()
-    seconds, left_out, notes = setting.measured(works, f"decode after SnapKV of {length}")
-    notes.append(f"{STEPS} steps; {STOCK} and {STATIC} keep all {length:,} tokens.")
+    notes = [f"{STEPS} steps; {STOCK} and {STATIC} keep all {length:,} tokens."]
     pairs = [(name, other) for name in (EVICTED, DENSE_EVICTED) for other in (KVPRESS_EVICTED, STOCK, STATIC)]
-    return Measured(seconds, pairs, left_out=_missing(left_out), notes=notes)
+    return _with_remedy(setting.measured(works, f"decode after SnapKV of {length}", pairs, notes=notes))
 
 
 def decode_attention_of_model(setting: Setting, length: int) -> Measured:
@@ -163,10 +167,10 @@ def decode_attention_of_model(setting: Setting, length: int) -> Measured:
 
     works[FLASH] = dense
     amounts[FLASH] = sum(one.nbytes for one in stored), BYTES
-    seconds, left_out, notes = setting.measured(works, f"decode attention at {length}")
     by_bytes = amounts["PoD"][0] / amounts[DENSE][0]
-    notes.append(f"The bytes alone make {by_bytes:.3g} of dense time.")
-    return Measured(seconds, [("PoD", DENSE), ("PoD", FLASH)], amounts, left_out, notes, by_bytes)
+    notes = [f"The bytes alone make {by_bytes:.3g} of dense time."]
+    known = {"notes": notes, "amounts": amounts, "by_bytes": by_bytes}
+    return setting.measured(works, f"decode attention at {length}", [("PoD", DENSE), ("PoD", FLASH)], **known)
 
 
 def prefill_of_model(setting: Setting, length: int) -> Measured:
@@ -189,11 +193,9 @@ def prefill_of_model(setting: Setting, length: int) -> Measured:
 
     ids = _ids(stock, length)
     # The first run, which is not counted, is of a part; SnapKV's has to have something to drop.
-    good, left_out = timing.runnable(works(ids[:, : max(length // 8, BUDGET + WINDOW)]))
-    whole = {name: work for name, work in works(ids).items() if name in good}
-    seconds = timing.interleaved(whole, min(FEW, setting.rounds), "cpu", f"prefill of {length}", MOST_SECONDS)
+    first = works(ids[:, : max(length // 8, BUDGET + WINDOW)])
     pairs = [("PoD", STOCK), ("PoD", STATIC), (EVICTED, KVPRESS_EVICTED)]
-    return Measured(seconds, pairs, left_out=_missing(left_out))
+    return _with_remedy(_few(setting).measured(works(ids), f"prefill of {length}", pairs, first=first))
 
 
 def training_step(setting: Setting, length: int) -> Measured:
@@ -208,9 +210,7 @@ def training_step(setting: Setting, length: int) -> Measured:
         model.zero_grad()
 
     works = {name: partial(step, model) for name, model in models.items()}
-    few = replace(setting, rounds=min(FEW, setting.rounds), most_seconds=MOST_SECONDS)
-    seconds, left_out, notes = few.measured(works, f"training step of {length}")
-    return Measured(seconds, [("PoD", DENSE), ("PoD", STOCK)], left_out=left_out, notes=notes)
+    return _few(setting).measured(works, f"training step of {length}", [("PoD", DENSE), ("PoD", STOCK)])
 
 
 def similarity_by_forward(setting: Setting, length: int) -> Measured:
@@ -221,9 +221,7 @@ def similarity_by_forward(setting: Setting, length: int) -> Measured:
         "attention_similarity": lambda: attention_similarity(model, [ids], progress=False),
         "forward": lambda: model(ids, use_cache=False, logits_to_keep=1),
     }
-    few = replace(setting, rounds=min(FEW, setting.rounds), most_seconds=MOST_SECONDS)
-    seconds, left_out, notes = few.measured(works, f"similarity of {length}")
-    return Measured(seconds, [("attention_similarity", "forward")], left_out=left_out, notes=notes)
+    return _few(setting).measured(works, f"similarity of {length}", [("attention_similarity", "forward")])
 
 
 def speculation(setting: Setting, length: int) -> Measured:
@@ -242,13 +240,12 @@ def speculation(setting: Setting, length: int) -> Measured:
 
     drafts = {f"drafts by {unparse(one)}": one for one in (Quest(BUDGET), RecentReader(BUDGET))}
     works = {name: partial(speak, name, draft) for name, draft in {"plain": None, **drafts}.items()}
-    few = replace(setting, rounds=min(FEW, setting.rounds), most_seconds=MOST_SECONDS)
-    seconds, left_out, notes = few.measured(works, f"speculation at {length}")
+    found = _few(setting).measured(works, f"speculation at {length}", [("plain", name) for name in drafts])
     for name, (text, drafted, accepted) in said.items():
         if drafted:
             same = "the same text" if text == said["plain"][0] else "another text: rounding decided a tie"
-            notes.append(f"{name}: {accepted} of {drafted} accepted ({accepted / drafted:.0%}), {same}.")
-    return Measured(seconds, [("plain", name) for name in drafts], left_out=left_out, notes=notes)
+            found.notes.append(f"{name}: {accepted} of {drafted} accepted ({accepted / drafted:.0%}), {same}.")
+    return found
 
 
 # The most important first, and the quick before the slow.

@@ -1,13 +1,13 @@
 """On what and how large speed is measured: random models and states, and the backends that take turns."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import timing
 import torch
-from timing import Works, by
+from timing import Measured, Works, by
 from torch import Tensor
 from transformers import Cache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -74,9 +74,25 @@ class Setting:
         """Tokens of a cache that holds `length` and is decoded from in every round."""
         return length + self.rounds + 5  # and before: two first runs, one that looks, a capture, a replay
 
-    def measured(self, works: Works, label: str, graphs: Any = ()) -> tuple:
-        """`timing.measured` with these rounds, on this device."""
-        return timing.measured(works, self.rounds, self.device, label, self.most_seconds, graphs)
+    def measured(
+        self,
+        works: Works,
+        label: str,
+        pairs: list[tuple[str, str]],
+        graphs: Collection[str] = (),
+        first: Works | None = None,
+        notes: Iterable[str] = (),
+        **known: Any,
+    ) -> Measured:
+        """`timing.measured` with these rounds, on this device; its notes come before `notes`.
+
+        Args:
+            works, label, graphs, first: as there.
+            pairs, notes, known: of `Measured`.
+        """
+        limits = (self.rounds, self.device, label, self.most_seconds)
+        seconds, left_out, found = timing.measured(works, *limits, graphs, first)
+        return Measured(seconds, pairs, left_out=left_out, notes=[*found, *notes], **known)
 
 
 def by_backends(

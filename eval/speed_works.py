@@ -4,7 +4,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import timing
 import torch
 from dense_attention import FLASH, dense_attentions
 from filled_cache import attend, fill, new_cache, received, write
@@ -63,11 +62,10 @@ def _attention(setting: Setting, length: int, training: bool) -> Measured:
     names = list(works)
     works |= {name: partial(work, run, 3) for name, run in dense_attentions(setting.device, True).items()}
     label = f"attention at {length}, {'forward and backward' if training else 'forward'}"
-    seconds, left_out, notes = setting.measured(works, label)
     pairs = [(name, other) for name in names for other in works if other not in names]
     # Two products per pair forward, five backward; one of the two sources' logits for each pair.
     operations = (7 if training else 2) * 2 * setting.head_dim * batch * setting.heads * length * (length + 1) / 2
-    return Measured(seconds, pairs, dict.fromkeys(works, (operations, OPERATIONS)), left_out, notes)
+    return setting.measured(works, label, pairs, amounts=dict.fromkeys(works, (operations, OPERATIONS)))
 
 
 def attention_forward(setting: Setting, length: int) -> Measured:
@@ -112,10 +110,8 @@ def decode(setting: Setting, length: int) -> Measured:
     cache = new_cache(models[STOCK], length)
     fill(cache, models[STOCK], batch, length)
     works[STOCK] = partial(step(models[STOCK], batch), cache)
-    seconds, left_out, notes = setting.measured(works, f"decode at {length}", fused(works))
-    notes += note_of_rows(batch)
     pairs = [("PoD" + kind, other) for kind in setting.backends for other in (DENSE + kind, STOCK)]
-    return Measured(seconds, pairs, left_out=left_out, notes=notes)
+    return setting.measured(works, f"decode at {length}", pairs, fused(works), notes=note_of_rows(batch))
 
 
 def decode_attention(setting: Setting, length: int) -> Measured:
@@ -136,11 +132,9 @@ def decode_attention(setting: Setting, length: int) -> Measured:
     others = {name: partial(dense, run) for name, run in dense_attentions(setting.device, False).items()}
     works |= others
     amounts |= dict.fromkeys(others, (sum(one.nbytes for one in stored), BYTES))
-    label = f"decode attention at {length}"
-    seconds, left_out, notes = setting.measured(works, label, [*fused(works), *others])
-    notes += note_of_rows(batch)
     pairs = [("PoD" + kind, other) for kind in setting.backends for other in (DENSE + kind, *others)]
-    return Measured(seconds, pairs, amounts, left_out, notes)
+    label, graphs = f"decode attention at {length}", [*fused(works), *others]
+    return setting.measured(works, label, pairs, graphs, notes=note_of_rows(batch), amounts=amounts)
 
 
 def decode_attention_skipping(setting: Setting, length: int) -> Measured:
@@ -154,13 +148,13 @@ def decode_attention_skipping(setting: Setting, length: int) -> Measured:
     root = setting.head_dim**0.5
     k[:, ::2] = looking * 40  # the logit, far above the logarithm of the tokens
     q.unflatten(1, (KV_HEADS, -1))[:, ::2] = looking[:, :, None] * root
-    names, works, amounts = ("PoD", f"PoD, tau={TAU}"), {}, {}
+    names, works = ("PoD", f"PoD, tau={TAU}"), {}
     for name, tau in zip(names, (None, TAU), strict=True):
         caches = for_backends(setting, partial(filled, setting, model, batch, length, tau=tau))
         works |= by_backends(setting, name, partial(attend, model=model, q=q, k=k, v=v), caches)
+    pairs = [(names[1] + kind, names[0] + kind) for kind in setting.backends]
     label = f"decode attention with tau at {length}"
-    seconds, left_out, notes = setting.measured(works, label, fused(works))
-    notes += note_of_rows(batch)
+    found = setting.measured(works, label, pairs, fused(works), notes=note_of_rows(batch))
     stats = next((cache.stats for cache in caches.values() if cache.stats.decisions), caches[""].stats)
     whole = caches[""].nbytes()
     unread = stats.unread_values / max(1, stats.distant_values)
@@ -168,13 +162,13 @@ def decode_attention_skipping(setting: Setting, length: int) -> Measured:
     shared = int((~model.config.blocks.is_anchor).sum())
     left = whole - unread * distant * shared
     for kind in setting.backends:
-        amounts |= {names[0] + kind: (whole, BYTES), names[1] + kind: (left, BYTES)}
-    notes.append(
+        found.amounts |= {names[0] + kind: (whole, BYTES), names[1] + kind: (left, BYTES)}
+    found.notes.append(
         f"With tau = {TAU}, {stats.skipped / max(1, stats.decisions):.0%} of the query heads of shared scores skipped, "
         f"and {unread:.0%} of their distant values were not read: the bytes alone make {left / whole:.3g} of the time."
     )
-    pairs = [(names[1] + kind, names[0] + kind) for kind in setting.backends]
-    return Measured(seconds, pairs, amounts, left_out, notes, left / whole)
+    found.by_bytes = left / whole
+    return found
 
 
 def decode_after_eviction(setting: Setting, length: int) -> Measured:
@@ -192,9 +186,8 @@ def decode_after_eviction(setting: Setting, length: int) -> Measured:
     for name, prompt in zip(names, (length, length // 4), strict=True):
         caches = for_backends(setting, partial(evicted, prompt))
         works |= by_backends(setting, name, step(model, batch), caches)
-    seconds, left_out, notes = setting.measured(works, f"{method} after {length}", fused(works))
     pairs = [(names[0] + kind, names[1] + kind) for kind in setting.backends]
-    return Measured(seconds, pairs, left_out=left_out, notes=notes)
+    return setting.measured(works, f"{method} after {length}", pairs, fused(works))
 
 
 def decode_forked(setting: Setting, length: int) -> Measured:
@@ -214,10 +207,10 @@ def decode_forked(setting: Setting, length: int) -> Measured:
 
     works[FORKED] = by("composed", partial(run, rows(FORKED)))
     works |= by_backends(setting, COPIED, run, for_backends(setting, partial(rows, COPIED)))
-    seconds, left_out, notes = setting.measured(works, f"decode forked at {length}", fused(works))
     share = held[FORKED] / held[COPIED]
-    notes += [*note_of_rows(batch), f"{held[FORKED]:,} bytes forked, {held[COPIED]:,} in copies: {share:.3f} of them."]
-    return Measured(seconds, [(FORKED, other) for other in [*works][1:]], left_out=left_out, notes=notes)
+    notes = [*note_of_rows(batch), f"{held[FORKED]:,} bytes forked, {held[COPIED]:,} in copies: {share:.3f} of them."]
+    pairs = [(FORKED, other) for other in [*works][1:]]
+    return setting.measured(works, f"decode forked at {length}", pairs, fused(works), notes=notes)
 
 
 def decode_attention_after_eviction(setting: Setting, length: int) -> Measured:
@@ -239,10 +232,9 @@ def decode_attention_after_eviction(setting: Setting, length: int) -> Measured:
         mine = by_backends(setting, method or "PoD", partial(attend, model=model, q=q, k=k, v=v), caches)
         works |= mine
         amounts |= dict.fromkeys(mine, (caches[""].nbytes(), BYTES))
-    seconds, left_out, notes = setting.measured(works, f"decode attention after {length}", fused(works))
-    notes += note_of_rows(batch)
     pairs = [("PoD" + kind, method + kind) for method in setting.eviction for kind in setting.backends]
-    return Measured(seconds, pairs, amounts, left_out, notes)
+    label = f"decode attention after {length}"
+    return setting.measured(works, label, pairs, fused(works), notes=note_of_rows(batch), amounts=amounts)
 
 
 def prefill(setting: Setting, length: int) -> Measured:
@@ -255,9 +247,8 @@ def prefill(setting: Setting, length: int) -> Measured:
             model(ids, past_key_values=new_cache(model, length), logits_to_keep=1)
 
         works |= by_backends(setting, name, work) if name == "PoD" else {name: by("composed", work)}
-    seconds, left_out, notes = setting.measured(works, f"prefill of {length}")
     pairs = [("PoD" + kind, other) for kind in setting.backends for other in (DENSE, STOCK)]
-    return Measured(seconds, pairs, left_out=left_out, notes=notes)
+    return setting.measured(works, f"prefill of {length}", pairs)
 
 
 def cascade_prefill(setting: Setting, length: int) -> Measured:
@@ -284,11 +275,9 @@ def cascade_prefill(setting: Setting, length: int) -> Measured:
         return by_backends(setting, name, partial(strides, tensors)) | {FLASH: partial(flash, *tensors)}
 
     # The first run, which is not counted, is of an eighth: 1M tokens take half a minute.
-    good, left_out = timing.runnable(works([tensor[:, :, : length // 8] for tensor in states]))
-    whole = {name: work for name, work in works(states).items() if name in good}
-    label = f"cascade prefill of {length}"
-    seconds = timing.interleaved(whole, setting.rounds, setting.device, label, setting.most_seconds)
-    return Measured(seconds, [(FLASH, name + kind) for kind in setting.backends], left_out=left_out)
+    first = works([tensor[:, :, : length // 8] for tensor in states])
+    pairs = [(FLASH, name + kind) for kind in setting.backends]
+    return setting.measured(works(states), f"cascade prefill of {length}", pairs, first=first)
 
 
 def _update(setting: Setting, length: int, layers: int) -> Measured:
@@ -329,12 +318,10 @@ def _update(setting: Setting, length: int, layers: int) -> Measured:
     ours, concatenation = list(works), "concatenation"
     cache = made(models[STOCK], None)
     works[concatenation] = partial(updates(models[STOCK], cache), cache)
-    label = f"update at {length}, layers: {layers}"
-    seconds, left_out, notes = setting.measured(works, label, fused(works))
-    notes.append(
-        f"layers: {layers}, rows: {batch}; a dense cache of {batch * row / 2**30:.3g} GiB; times of {UPDATES} tokens."
-    )
-    return Measured(seconds, [(concatenation, name) for name in ours], left_out=left_out, notes=notes)
+    size = f"a dense cache of {batch * row / 2**30:.3g} GiB"
+    notes = [f"layers: {layers}, rows: {batch}; {size}; times of {UPDATES} tokens."]
+    pairs = [(concatenation, name) for name in ours]
+    return setting.measured(works, f"update at {length}, layers: {layers}", pairs, fused(works), notes=notes)
 
 
 def update(setting: Setting, length: int) -> Measured:
@@ -371,10 +358,9 @@ def generation(setting: Setting, length: int) -> Measured:
     for method in setting.eviction:
         works |= by_backends(setting, f"PoD, {method}", partial(run, models["PoD"], method))
     works[STOCK] = by("composed", partial(run, models[STOCK]))
-    seconds, left_out, notes = setting.measured(works, f"generate after {length}")
     pairs = [("PoD" + kind, other) for kind in setting.backends for other in (DENSE + kind, STOCK)]
     pairs += [(f"PoD, {method}{kind}", STOCK) for method in setting.eviction for kind in setting.backends]
-    return Measured(seconds, pairs, left_out=left_out, notes=notes)
+    return setting.measured(works, f"generate after {length}", pairs)
 
 
 # The most important first: a run may be cut off.

@@ -148,6 +148,7 @@ def measured(
     label: str,
     most_seconds: float | None = None,
     graphs: Collection[str] = (),
+    first: Works | None = None,
 ) -> tuple[dict[str, list[float]], dict[str, str], list[str]]:
     """Run every work once, which is not counted, and then time those that can run.
 
@@ -155,11 +156,13 @@ def measured(
         works, rounds, device, label, most_seconds: as for `interleaved`.
         graphs: the works whose replays are timed, on a GPU, where a CUDA graph can have them. Where some are named, the
             others are those that allocate anew at each step, or read what the host counted.
+        first: what runs once in the works' stead, under their names: less of it, where all of it takes long.
 
     Returns:
         seconds, left_out and notes of `Measured`.
     """
-    good, left_out = runnable(works)
+    good, left_out = runnable(works if first is None else first)
+    good = {name: works[name] for name in good}
     notes = []
     for name in [name for name in good if name in graphs and device == "cuda"]:
         try:
