@@ -4,6 +4,7 @@ LongBench's ROUGE-L is that of the package `rouge` 1.0.1, L-Eval's and InfiniteB
 are followed here, as the packages differ in how words, sentences and ties are taken.
 """
 
+import math
 import re
 import string
 from collections import Counter
@@ -69,10 +70,10 @@ def rouge_l(prediction: str, answer: str) -> float:
     found: set[str] = set()
     for reference in wanted:
         for candidate in predicted:
-            common = _common_words(reference, candidate)
+            common = _common_places(reference, candidate)
             if common is None:
                 return 0.0
-            found |= common
+            found |= {reference[place] for place, _ in common}
     precision = len(found) / len(set().union(*predicted))
     recall = len(found) / len(set().union(*wanted))
     return 2.0 * (precision * recall / (precision + recall + 1e-8))
@@ -99,18 +100,24 @@ def _subsequence_lengths(reference: list[str], candidate: list[str]) -> np.ndarr
     return lengths
 
 
-def _common_words(reference: list[str], candidate: list[str]) -> set[str] | None:
-    """The words of the longest common subsequence that rouge finds; None where its recursion would overflow."""
-    lengths = _subsequence_lengths(reference, candidate)
-    found: set[str] = set()
-    i, j, steps = len(reference), len(candidate), 0
+def _common_places(
+    one: list[str], other: list[str], most_steps: float = TRACEBACK_STEPS
+) -> list[tuple[int, int]] | None:
+    """The places (in one, in the other) of the words of a longest common subsequence; None after too many steps.
+
+    Of several it is the one that is found from the end, stepping back in the other unless stepping back in the one
+    keeps more.
+    """
+    lengths = _subsequence_lengths(one, other)
+    found: list[tuple[int, int]] = []
+    i, j, steps = len(one), len(other), 0
     while i and j:
         steps += 1
-        if steps > TRACEBACK_STEPS:
+        if steps > most_steps:
             return None
-        if reference[i - 1] == candidate[j - 1]:
+        if one[i - 1] == other[j - 1]:
             i, j = i - 1, j - 1
-            found.add(reference[i])
+            found.append((i, j))
         elif lengths[i - 1, j] > lengths[i, j - 1]:
             i -= 1
         else:
@@ -173,17 +180,8 @@ def _hits_by_lines(predicted: list[list[str]], wanted: list[list[str]]) -> int:
     hits = 0
     for reference in wanted:
         positions: set[int] = set()
-        for candidate in filter(None, predicted if reference else []):
-            lengths = _subsequence_lengths(reference, candidate)
-            i, j = len(reference), len(candidate)
-            while i and j:
-                if reference[i - 1] == candidate[j - 1]:
-                    i, j = i - 1, j - 1
-                    positions.add(i)
-                elif lengths[i, j - 1] > lengths[i - 1, j]:
-                    j -= 1
-                else:
-                    i -= 1
+        for candidate in predicted:
+            positions |= {place for _, place in _common_places(candidate, reference, math.inf)}
         for position in sorted(positions):
             word = reference[position]
             if all(counts[word] > 0 for counts in left):
