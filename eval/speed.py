@@ -61,7 +61,6 @@ from speed_works import POD_CUDNN, SHORTEST, SUITES, decode_after_eviction, pref
 from timing import BYTES, OPERATIONS, SCALE
 
 from pod.evaluation import command, report
-from pod.files import check_writable
 from pod.terminal import exit_status
 
 LENGTHS = {
@@ -223,9 +222,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ckpt", help="the real model of the suite cpu (checkpoints/smollm2-135m)")
     parser.add_argument("--blocks", help="its blocks (those of checkpoints/smollm2-pod-35)")
     parser.add_argument("--resume", action="store_true", help="measure only what OUT/speed-SUITE.json lacks")
-    parser.add_argument("--out", type=Path, default=command.default_folder("speed"), help="folder to write to")
-    options = parser.parse_args(arguments)
-    check_writable(options.out)
+    options = command.parse(parser, "speed", arguments)
     options.device = options.device or ("cuda" if torch.cuda.is_available() and options.suite != "cpu" else "cpu")
     too_few = any(number is not None and number < 1 for number in (options.batch, options.rounds))
     if too_few or min(options.lengths or [SHORTEST]) < SHORTEST:
@@ -236,13 +233,8 @@ def main(arguments: list[str] | None = None) -> int:
         raise ValueError(f"--suite cpu evicts down to {BUDGET} tokens: --lengths are at least {2 * BUDGET}")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch finds no GPU here. Choose --device cpu, or a torch built for CUDA")
-    given = {
-        "batch": options.batch,
-        "rounds": options.rounds,
-        "ckpt": options.ckpt,
-        "blocks": options.blocks,
-        "dtype": options.dtype and getattr(torch, options.dtype),
-    }
+    given = {name: getattr(options, name) for name in ("batch", "rounds", "ckpt", "blocks")}
+    given["dtype"] = options.dtype and getattr(torch, options.dtype)
     setting = replace(SETTINGS[options.device], **{name: value for name, value in given.items() if value is not None})
     suites = [name for name in SUITES if name == options.suite or (options.suite == "all" and name != "cpu")]
     paths = {suite: options.out / f"speed-{suite}.json" for suite in suites}

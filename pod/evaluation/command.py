@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pod import eviction
+from pod.files import check_writable
 
 
 def parser_of(name: str, doc: str | None) -> argparse.ArgumentParser:
@@ -22,11 +23,6 @@ def parser_of(name: str, doc: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(prog=f"python {called}", description=doc, formatter_class=form)
 
 
-def default_folder(script: str) -> Path:
-    """Where a script writes when not told: runs/eval/SCRIPT."""
-    return Path("runs") / "eval" / script
-
-
 def add_ckpts(parser: argparse.ArgumentParser, batch_size: int | None = None, required: bool = True) -> None:
     """Give a parser `--ckpt` of one or more models, and `--batch-size` with its default, where it has one."""
     parser.add_argument(
@@ -37,9 +33,16 @@ def add_ckpts(parser: argparse.ArgumentParser, batch_size: int | None = None, re
         parser.add_argument("--batch-size", type=int, default=batch_size, help=what)
 
 
-def add_out(parser: argparse.ArgumentParser, name: str) -> None:
-    """Give a parser `--out`, the folder of what an evaluation writes."""
-    parser.add_argument("--out", type=Path, default=default_folder(name), help="folder of what is written")
+def parse(parser: argparse.ArgumentParser, name: str, arguments: list[str] | None) -> argparse.Namespace:
+    """The options, also `--out`, the folder of what an evaluation writes: runs/eval/NAME when not told.
+
+    Raises:
+        OSError: nothing can be written there.
+    """
+    parser.add_argument("--out", type=Path, default=Path("runs/eval") / name, help="folder of what is written")
+    options = parser.parse_args(arguments)
+    check_writable(options.out)
+    return options
 
 
 def numbers(text: str, kind: type[int] | type[float] = int) -> list[int] | list[float]:
@@ -72,23 +75,6 @@ def add_numbers(
     parser.add_argument(option, action=_Numbers, nargs="+", type=parse, metavar="N", default=default, help=help)
 
 
-class _Methods(argparse.Action):
-    """`list` prints the methods and ends, whatever other options are missing; other texts are parsed."""
-
-    def __init__(self, *args: Any, parse: Callable[[str], list], **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.parse = parse
-
-    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: str, option_string: str | None = None):
-        if values == "list":
-            print(eviction.describe())
-            parser.exit()
-        try:
-            setattr(namespace, self.dest, self.parse(values))
-        except ValueError as error:
-            raise argparse.ArgumentError(self, str(error)) from error
-
-
 def add_eviction(
     parser: argparse.ArgumentParser,
     option: str = "--eviction",
@@ -96,11 +82,23 @@ def add_eviction(
     parse: Callable[[str], list] = eviction.parse_all,
     default: list | None = None,
 ) -> None:
-    """Give a parser `--eviction`, or what it is called there: a list of methods, the default when it is left out."""
+    """Give a parser `--eviction`, or what it is called there: a list of methods, the default when it is left out.
+
+    `list` prints the methods and ends, whatever other options are missing; other texts are parsed.
+    """
+
+    def methods(text: str) -> list:
+        if text == "list":
+            print(eviction.describe())
+            parser.exit()
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
     parser.add_argument(
         option,
-        action=_Methods,
-        parse=parse,
+        type=methods,
         default=default,
         metavar="METHOD",
         help=f"{what}; several methods are separated by +; `list` shows all",

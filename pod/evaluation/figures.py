@@ -40,7 +40,6 @@ from pod.evaluation import command, metrics, models, report, runner
 from pod.evaluation.haystack import NOISE, fit
 from pod.evaluation.texts import given_texts, stretches, token_ids
 from pod.eviction import CAKE, Observation
-from pod.files import check_writable
 from pod.model.families import convert
 from pod.model.probe import Meter, Seen, watch
 from pod.model.weights import weights_hash
@@ -370,7 +369,4 @@ def main(arguments: list[str] | None = None) -> None:
     command.add_numbers(parser, "--proximal", [32, 64, 128, 256], "tokens that are seen (32,64,128,256)")
     command.add_numbers(parser, "--taus", [0, 0.5, 0.7, 0.9, 1], "thresholds of early skip (0,0.5,0.7,0.9,1)", float)
     command.add_eviction(parser, what="also places with a cache that keeps some tokens only")
-    command.add_out(parser, "figures")
-    options = parser.parse_args(arguments)
-    check_writable(options.out)
-    run(options)
+    run(command.parse(parser, "figures", arguments))

@@ -32,7 +32,7 @@ from pod.cache import PodCache
 from pod.evaluation import command, report
 from pod.evaluation.models import parameters_of
 from pod.eviction import Method
-from pod.files import check_writable, read_json
+from pod.files import read_json
 from pod.model.families import FAMILIES, pod_config
 from pod.model.memory import GPUS, RESERVED, Inference, even_blocks, largest
 from pod.model.shape import KNOWN_CONFIGS, Shape
@@ -401,9 +401,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--recent", type=int, help="recent tokens (the model's own, or 4080)")
     command.add_eviction(parser, what="rows for PoD with these, such as snapkv:budget=4096+h2o:budget=4096")
     parser.add_argument("--measure", action="store_true", help="also search with a random model on this device")
-    command.add_out(parser, "memory")
-    options = parser.parse_args(arguments)
-    check_writable(options.out)
+    options = command.parse(parser, "memory", arguments)
     result = evaluate(options)
     text = tables(result)
     report.write_json(options.out / "memory.json", result | {"parameters": parameters_of(options.eviction)})

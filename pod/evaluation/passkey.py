@@ -41,7 +41,6 @@ from pod.evaluation.haystack import ADJECTIVES, NOUNS
 from pod.evaluation.intervals import of_first
 from pod.evaluation.models import asks_apart, by_row, label_of, parameters_of, read_context
 from pod.evaluation.texts import given_texts, start_ids
-from pod.files import check_writable
 from pod.model.inputs import CACHE
 from pod.terminal import exit_status
 
@@ -334,12 +333,10 @@ def main(arguments: list[str] | None = None) -> None:
         help="UTF-8 files to hide keys in, or whose words to take (held-out Python modules; cascade: some 350 words)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of keys and text (0)")
-    command.add_out(parser, "passkey")
-    options = parser.parse_args(arguments)
+    options = command.parse(parser, "passkey", arguments)
     for name, value in PROTOCOLS[options.protocol].items():
         if getattr(options, name) is None:
             setattr(options, name, value)
-    check_writable(options.out)
     if options.protocol == "cascade" and not options.text:
         text = " ".join(ADJECTIVES + NOUNS)
     else:

@@ -33,7 +33,6 @@ from pod.evaluation import command, models, report
 from pod.evaluation.models import asks_apart, by_row, label_of, parameters_of
 from pod.evaluation.texts import given_texts, prepared, stretches, token_ids
 from pod.eviction import Method, unparse
-from pod.files import check_writable
 from pod.model.inputs import CACHE
 from pod.terminal import exit_status
 
@@ -294,9 +293,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--limit", type=int, default=64, help="at most so many samples, stretches or files (64)")
     parser.add_argument("--stream", type=int, metavar="N", help="through the cache, N tokens at a time")
     parser.add_argument("--evicting-only", action="store_true", help="without the row of no eviction")
-    command.add_out(parser, "perplexity")
-    options = parser.parse_args(arguments)
-    check_writable(options.out)
+    options = command.parse(parser, "perplexity", arguments)
     results = evaluate(options, [] if options.data is not None else given_texts(options.text))
     summary = {ckpt: {name: one.summary() for name, one in found.items()} for ckpt, found in results.items()}
     written = {"stream": options.stream, "parameters": parameters_of(options.eviction), "models": summary}

@@ -30,7 +30,7 @@ from pod.evaluation.models import label_of
 from pod.evaluation.perplexity import check_streamed, perplexity
 from pod.evaluation.texts import read_text
 from pod.evaluation.trade_off import with_budget
-from pod.files import check_writable, read_json
+from pod.files import read_json
 from pod.model.weights import weights_hash
 from pod.terminal import exit_status
 
@@ -179,9 +179,7 @@ def main(arguments: list[str] | None = None) -> None:
     command.add_numbers(parser, "--sizes", [16384, 32768, 65536], "tokens of a chunk, and kept (16384,32768,65536)")
     parser.add_argument("--stride", type=int, default=1024, help="tokens fed to a cache at a time (1024)")
     add_limit(parser)
-    command.add_out(parser, "pg19")
-    options = parser.parse_args(arguments)
-    check_writable(options.out)
+    options = command.parse(parser, "pg19", arguments)
     made = table(run(options))
     known = report.markdown_table(
         ["model", "C", "books, tokens", STRIDED, "BigBird", "StreamingLLM", "Cascade"],

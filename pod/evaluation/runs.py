@@ -21,7 +21,7 @@ from typing import Any
 from pod import eviction as methods
 from pod.evaluation import command, report, tables
 from pod.evaluation.longbench import BOTH, CATEGORIES, PUBLISHED
-from pod.files import check_writable, read_json
+from pod.files import read_json
 from pod.terminal import exit_status
 
 SCORES = (*CATEGORIES, "PoD average")
@@ -297,9 +297,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folders that a benchmark wrote")
     parser.add_argument("--baseline", help="the run that degradation is measured against (the first dense one)")
     parser.add_argument("--no-published", action="store_true", help="leave the paper's rows out")
-    command.add_out(parser, "report")
-    options = parser.parse_args(arguments)
-    check_writable(options.out)
+    options = command.parse(parser, "report", arguments)
     every = [read_run(folder) for folder in options.runs]
     if options.baseline and Path(options.baseline).resolve() not in [folder.resolve() for folder in options.runs]:
         known = ", ".join(map(str, options.runs))

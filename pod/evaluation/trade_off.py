@@ -31,7 +31,7 @@ from pod.evaluation.models import label_of
 from pod.evaluation.passkey import PHRASES, generate_greedily, passkey_accuracy, passkey_prompts
 from pod.evaluation.perplexity import check_streamed, perplexity
 from pod.evaluation.texts import given_texts, stretches, token_ids
-from pod.files import check_writable, read_json
+from pod.files import read_json
 from pod.model.weights import weights_hash
 from pod.terminal import exit_status
 
@@ -283,9 +283,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--phrase", choices=list(PHRASES), default="key", help="how keys are stated and asked for")
     parser.add_argument("--text", type=Path, nargs="+", help="UTF-8 files for both (held-out Python modules)")
     parser.add_argument("--seed", type=int, default=0, help="of keys and text (0)")
-    command.add_out(parser, "trade_off")
-    options = parser.parse_args(arguments)
-    check_writable(options.out)
+    options = command.parse(parser, "trade_off", arguments)
     rows = run(options)
     found = table(rows)
     report.write(options.out / "trade_off.md", found + "\n")
