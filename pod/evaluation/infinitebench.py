@@ -18,7 +18,6 @@ chat template they are the user's turn in it. Greedy, until the end of text.
 import argparse
 import random
 from collections.abc import Iterator, Sequence
-from difflib import get_close_matches
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -30,7 +29,7 @@ from pod.evaluation import metrics, report
 from pod.evaluation.benchmark import Benchmark, Row, Score, add_limit, check_limit, command, read_sets
 from pod.evaluation.command import add_numbers
 from pod.evaluation.haystack import NOISE, fit
-from pod.evaluation.lines import Fields, read_lines
+from pod.evaluation.lines import Fields, check_name, read_lines
 from pod.evaluation.runner import Request, as_chat, asked_last, tokenise
 
 PROMPTS = {
@@ -62,6 +61,7 @@ MAX_NEW_TOKENS = {
 HIDDEN = {"passkey": "pass key", "number_string": "sequence of digits"}  # tasks of a hidden number, and its name
 WINDOWS = [32 * 1024, 64 * 1024, 128 * 1024]
 FIELDS: Fields = {"context": (str,), "input": (str,), "answer": (str, list)}
+SETS = [f"{task}-{window}" for window, task in product(WINDOWS, PROMPTS)]
 # arXiv 2412.02252, Table 3 (LLaMA3.1-8B): the tasks in the order of PROMPTS at 32K, 64K, 128K; the mean of the 15.
 _TABLE_3 = """\
 dense: 29.56 25.33 15.51 27.12 27.12 | 37.26 28.82 15.14 54.24 54.24 | 31.24 41.78 14.86 100 99.49 | 40.11
@@ -197,13 +197,9 @@ def made(tokenizer: PreTrainedTokenizerBase, task: str, length: int, count: int)
 
 def published_table(names: Sequence[str]) -> str:
     """The paper's scores in those of the sets `TASK-WINDOW` that it has."""
-    places = {f"{task}-{window}": number for number, (window, task) in enumerate(product(WINDOWS, PROMPTS))}
-    known = [name for name in names if name in places]
-    cells = [
-        [method, *(f"{values[places[name]]:.2f}" if places[name] < len(values) else "-" for name in known)]
-        for method, values in PUBLISHED.items()
-    ]
-    return report.markdown_table(["method", *known], cells)
+    rows = [{"": method} | dict(zip(SETS, values, strict=False)) for method, values in PUBLISHED.items()]
+    columns = {"method": ("", "{}")} | {name: (name, "{:.2f}") for name in names if name in SETS}
+    return report.table_of(rows, columns)
 
 
 class InfiniteBench(Benchmark):
@@ -226,9 +222,7 @@ class InfiniteBench(Benchmark):
         check_limit(options.limit)
         self.tasks = list(dict.fromkeys(options.tasks or (HIDDEN if options.made else PROMPTS)))
         for task in self.tasks:
-            if task not in PROMPTS:
-                close = get_close_matches(task, PROMPTS, n=1) or list(PROMPTS)
-                raise ValueError(f"--tasks {task}: no task of InfiniteBench here; did you mean {', '.join(close)}?")
+            check_name(f"--tasks {task}: no task of InfiniteBench here", task, PROMPTS)
             if options.made and task not in HIDDEN:
                 raise ValueError(f"--made has no words for {task}, only for {', '.join(HIDDEN)}")
         if options.samples < 1:

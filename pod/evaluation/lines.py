@@ -1,8 +1,12 @@
-"""Files of one JSON object a line, as benchmarks publish them; what is wrong with one is named by file, line, field."""
+"""Files of one JSON object a line, as benchmarks publish them; what is wrong with one is named by file, line, field.
+
+And an unknown name is refused with the one that may have been meant.
+"""
 
 import io
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -71,3 +75,14 @@ def check_fields(place: str, found: Any, fields: Fields) -> None:
         right = isinstance(value, types) and not isinstance(value, bool)
         if not right or (isinstance(value, list) and not all(isinstance(item, str) for item in value)):
             raise ValueError(f"{place}: field {name!r} must be {wanted}, got {str(value)[:60]!r}")
+
+
+def check_name(said: str, name: str, known: Collection[str]) -> None:
+    """Refuse a name that is not among the known ones.
+
+    Raises:
+        ValueError: what is `said` of it, and the closest of them; all where none is close.
+    """
+    if name not in known:
+        close = get_close_matches(name, known, n=1) or known
+        raise ValueError(f"{said}; did you mean {', '.join(close)}?")

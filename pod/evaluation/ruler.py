@@ -30,7 +30,6 @@ knows no English question (`phrase`). Such scores are not the benchmark's, and w
 import argparse
 import random
 from collections.abc import Sequence
-from difflib import get_close_matches
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,7 @@ from pod.evaluation import metrics, report
 from pod.evaluation.benchmark import Benchmark, Row, Score, add_limit, check_limit, command
 from pod.evaluation.command import add_numbers
 from pod.evaluation.haystack import Haystack, fit
-from pod.evaluation.lines import Fields, check_fields, read_lines
+from pod.evaluation.lines import Fields, check_fields, check_name, read_lines
 from pod.evaluation.passkey import PHRASES
 from pod.evaluation.questions import Questions, read_hotpotqa, read_squad
 from pod.evaluation.ruler_tasks import REVISION, TASKS, VERBS, Made, Setting
@@ -72,9 +71,7 @@ def resolve_tasks(names: Sequence[str] | None, given: set[str], phrase: str | No
     if names is None:
         return [name for name in worded if TASKS[name].needs in {None, *given}]
     for name in names:
-        if name not in TASKS:
-            close = get_close_matches(name, TASKS, n=1) or list(TASKS)
-            raise ValueError(f"{name!r} is no task of RULER; did you mean {', '.join(close)}?")
+        check_name(f"{name!r} is no task of RULER", name, TASKS)
         if TASKS[name].needs not in {None, *given}:
             raise ValueError(f"{name} needs --{TASKS[name].needs} FILE")
         if name not in worded:

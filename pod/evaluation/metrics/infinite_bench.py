@@ -2,8 +2,8 @@
 
 import re
 from collections.abc import Sequence
-from difflib import get_close_matches
 
+from pod.evaluation.lines import check_name
 from pod.evaluation.metrics.overlap import rouge_score, token_f1
 
 _PREFIXES = ("answer is:", "answer:", "answer is", "option is")
@@ -25,9 +25,7 @@ def infinitebench(task: str, prediction: str, label: str | Sequence[str]) -> flo
     Raises:
         ValueError: an unknown task, no answer.
     """
-    if task not in _SCORES:
-        close = get_close_matches(task, _SCORES, n=1) or list(_SCORES)
-        raise ValueError(f"{task!r} is no task of InfiniteBench; did you mean {', '.join(close)}?")
+    check_name(f"{task!r} is no task of InfiniteBench", task, _SCORES)
     labels = [label] if isinstance(label, str) else list(label)
     if not labels:
         raise ValueError(f"{task}: a line without an answer")

@@ -3,9 +3,9 @@
 import re
 import string
 from collections.abc import Sequence
-from difflib import get_close_matches
 
-from pod.evaluation.metrics.overlap import rouge_score, token_f1
+from pod.evaluation.lines import check_name
+from pod.evaluation.metrics.overlap import mean_of, rouge_score, token_f1
 
 CHOICES = ("coursera", "quality", "tpo")
 GROUPS = {
@@ -42,9 +42,7 @@ def leval(task: str, predictions: Sequence[str], references: Sequence[str], roug
         ValueError: an unknown set or kind of ROUGE, nothing to score, lists of different length, a reference without
             a word (choices) or without `[fact:` (sci_fi).
     """
-    if task not in SETS:
-        close = get_close_matches(task, SETS, n=1) or list(SETS)
-        raise ValueError(f"{task!r} is no set of L-Eval; did you mean {', '.join(close)}?")
+    check_name(f"{task!r} is no set of L-Eval", task, SETS)
     if rouge not in ROUGES:
         raise ValueError(f"rouge is {rouge!r}: one of {', '.join(ROUGES)}")
     if len(predictions) != len(references):
@@ -55,21 +53,13 @@ def leval(task: str, predictions: Sequence[str], references: Sequence[str], roug
     if task in GROUPS["Summ"]:
         kinds = ROUGES[1:] if rouge == "geometric_mean" else [rouge]
         # Of summaries the authors take the mean of what is per cent already, and the last place may depend on it.
-        means = [_mean([100 * rouge_score(*pair, kind) for pair in pairs], 1.0) for kind in kinds]
+        means = [mean_of([100 * rouge_score(*pair, kind) for pair in pairs], 1.0) for kind in kinds]
         return round(means[0] if len(means) == 1 else (means[0] * means[1] * means[2]) ** (1 / 3), 4)
     if task in GROUPS["QA"]:
-        return round(_mean([token_f1(*pair) for pair in pairs]), 4)
+        return round(mean_of([token_f1(*pair) for pair in pairs]), 4)
     # The authors round each part of a set before they take the mean of the parts.
-    parts = [round(_mean([exact_match(*pair) for pair in part]), 4) for part in _parts(task, pairs) if part]
+    parts = [round(mean_of([exact_match(*pair) for pair in part]), 4) for part in _parts(task, pairs) if part]
     return round(sum(parts) / len(parts), 4)
-
-
-def _mean(scores: list[float], factor: float = 100.0) -> float:
-    """0..100, added up one by one as the authors do: newer Pythons' `sum` rounds differently."""
-    total = 0.0
-    for score in scores:
-        total += score
-    return factor * total / len(scores)
 
 
 def _parts(task: str, pairs: list[tuple[str, str]]) -> list[list[tuple[str, str]]]:

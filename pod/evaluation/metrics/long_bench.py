@@ -6,12 +6,13 @@ any function that is passed as `segment`.
 
 import re
 from collections.abc import Callable, Sequence
-from difflib import SequenceMatcher, get_close_matches
+from difflib import SequenceMatcher
 from functools import partial
 
 import numpy as np
 
-from pod.evaluation.metrics.overlap import Segment, rouge_l, rouge_l_zh, token_f1, token_f1_zh
+from pod.evaluation.lines import check_name
+from pod.evaluation.metrics.overlap import Segment, mean_of, rouge_l, rouge_l_zh, token_f1, token_f1_zh
 from pod.extras import require
 
 FIRST_LINE_ONLY = frozenset({"trec", "triviaqa", "samsum", "lsht"})
@@ -55,11 +56,7 @@ def longbench(
         ValueError: unknown set, nothing to score, lists of different length, classes missing.
         ImportError: a Chinese set, no `segment` and no jieba.
     """
-    scores = longbench_samples(dataset, predictions, answers, all_classes, segment)
-    total = 0.0
-    for score in scores:  # one by one as the authors do: newer Pythons' `sum` rounds differently
-        total += score
-    return round(100 * total / len(scores), 2)
+    return round(mean_of(longbench_samples(dataset, predictions, answers, all_classes, segment)), 2)
 
 
 def longbench_e(
@@ -96,9 +93,7 @@ def longbench_samples(
 ) -> list[float]:
     """The scores 0..1 of every sample; arguments and errors as `longbench`."""
     name = dataset.removesuffix("_e")
-    if name not in METRIC_OF:
-        close = get_close_matches(name, METRIC_OF, n=1) or sorted(METRIC_OF)
-        raise ValueError(f"{dataset!r} is no set of LongBench; did you mean {', '.join(close)}?")
+    check_name(f"{dataset!r} is no set of LongBench", name, sorted(METRIC_OF))
     if len(predictions) != len(answers):
         raise ValueError(f"{dataset}: {len(predictions)} predictions but answers for {len(answers)} samples")
     if not predictions:

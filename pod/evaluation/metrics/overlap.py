@@ -26,6 +26,14 @@ _CHINESE_PUNCTUATION = _FULL_WIDTH + "｟｠｢｣､、〃》「」『』【】
 _NO_CHINESE_PUNCTUATION = str.maketrans("", "", string.punctuation + _CHINESE_PUNCTUATION)
 
 
+def mean_of(scores: Sequence[float], factor: float = 100.0) -> float:
+    """0..100, added up one by one as the authors do: newer Pythons' `sum` rounds differently."""
+    total = 0.0
+    for score in scores:
+        total += score
+    return factor * total / len(scores)
+
+
 def token_f1(prediction: str, answer: str) -> float:
     """F1 of the two multisets of words: lower case, no ASCII punctuation, no articles (SQuAD's normalisation)."""
     return _overlap_f1(_words(prediction), _words(answer))
@@ -142,16 +150,12 @@ def rouge_score(prediction: str, answer: str, kind: str) -> float:
     """
     if kind == "rougeLsum":
         predicted, wanted = ([_plain_words(line) for line in text.split("\n")] for text in (prediction, answer))
-        hits, of_predicted, of_wanted = (
-            _hits_by_lines(predicted, wanted),
-            sum(map(len, predicted)),
-            sum(map(len, wanted)),
-        )
+        hits = _hits_by_lines(predicted, wanted)
+        of_predicted, of_wanted = (sum(map(len, lines)) for lines in (predicted, wanted))
     elif kind == "rougeL":
         predicted, wanted = _plain_words(prediction), _plain_words(answer)
-        hits, of_predicted, of_wanted = 0, len(predicted), len(wanted)
-        if predicted and wanted:
-            hits = int(_subsequence_lengths(wanted, predicted)[-1, -1])
+        hits = int(_subsequence_lengths(wanted, predicted)[-1, -1])
+        of_predicted, of_wanted = len(predicted), len(wanted)
     elif kind in ("rouge1", "rouge2"):
         size = int(kind[-1])
         words = _plain_words(prediction), _plain_words(answer)
