@@ -20,6 +20,7 @@ import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -227,14 +228,8 @@ def haystack(tokens: Tokens, lines: Sequence[str], room: int) -> list[int]:
     return found[: max(0, room)]
 
 
-def hide_one(hay: list[int], needle: list[int], depth: int) -> list[int]:
-    """A needle at its depth in per cent."""
-    place = int(len(hay) * (depth / 100))
-    return hay[:place] + needle + hay[place:]
-
-
 def hide_each(hay: list[int], needles: Sequence[list[int]], depths: Sequence[int]) -> list[int]:
-    """A needle at each depth of the haystack as it was, inserted in order."""
+    """A needle at each depth in per cent of the haystack as it was, inserted in order."""
     found, inserted = hay, 0
     for needle, depth in zip(needles, depths, strict=True):
         place = min(int(len(hay) * (depth / 100)) + inserted, len(found))
@@ -323,42 +318,37 @@ def make_requests(
     many = task == "multi_retrieval"
     needles = distinct(files.needles, len(depths)) if many else []
     requests = []
-    for length in lengths:
-        for depth in [-1] if many else depths:
-            for repeat in range(repeats):
-                draw = random.Random(repeat)
-                if many:
-                    chosen = list(needles)
-                    draw.shuffle(chosen)
-                    texts, reference = [one["needle"] for one in chosen], [one["arg2"] for one in chosen]
-                    question = guided(kind, asked_together(kind, chosen))
-                elif task == "single":
-                    one = draw.choice(files.needles)
-                    texts, reference = [one["needle"]], [one["needle"], one["arg2"]]
-                    question = guided(kind, one["retrieval_question"])
-                else:
-                    count = int(task.rpartition("_")[2])
-                    one = draw.choice([record for record in files.records if record["derivation_count"] == count])
-                    texts, reference = one["derivations"], one["answer"]
-                    question = one["question"] + kind.guide
-                ids = [tokens.encode(f"\n{text}\n") for text in texts]
-                hay = haystack(tokens, files.order(repeat), length - buffer - sum(map(len, ids)))
-                if many:
-                    context = hide_each(hay, ids, depths)
-                else:
-                    context = hide_one(hay, ids[0], depth) if task == "single" else hide_chain(hay, ids, depth)
-                asked = (kind.asks_many if many else kind.asks).format(q=question)
-                text = as_chat(tokenizer, (kind.opens_many if many else kind.opens) + tokens.decode(context) + asked)
-                requests.append(
-                    Request(
-                        key=f"{length}-{depth}-{repeat}",
-                        text=text,
-                        max_new_tokens=max_new_tokens,
-                        special_tokens=not tokenizer.chat_template,
-                        question_at=question_at(text, asked.strip()),
-                        record={"reference": reference, "length": length, "depth": depth, "repeat": repeat},
-                    )
-                )
+    for length, depth, repeat in product(lengths, [-1] if many else depths, range(repeats)):
+        draw = random.Random(repeat)
+        if many:
+            chosen = list(needles)
+            draw.shuffle(chosen)
+            texts, reference = [one["needle"] for one in chosen], [one["arg2"] for one in chosen]
+            question = guided(kind, asked_together(kind, chosen))
+        elif task == "single":
+            one = draw.choice(files.needles)
+            texts, reference = [one["needle"]], [one["needle"], one["arg2"]]
+            question = guided(kind, one["retrieval_question"])
+        else:
+            count = int(task.rpartition("_")[2])
+            one = draw.choice([record for record in files.records if record["derivation_count"] == count])
+            texts, reference = one["derivations"], one["answer"]
+            question = one["question"] + kind.guide
+        ids = [tokens.encode(f"\n{text}\n") for text in texts]
+        hay = haystack(tokens, files.order(repeat), length - buffer - sum(map(len, ids)))
+        context = hide_each(hay, ids, depths) if many else hide_chain(hay, ids, depth)
+        asked = (kind.asks_many if many else kind.asks).format(q=question)
+        text = as_chat(tokenizer, (kind.opens_many if many else kind.opens) + tokens.decode(context) + asked)
+        requests.append(
+            Request(
+                key=f"{length}-{depth}-{repeat}",
+                text=text,
+                max_new_tokens=max_new_tokens,
+                special_tokens=not tokenizer.chat_template,
+                question_at=question_at(text, asked.strip()),
+                record={"reference": reference, "length": length, "depth": depth, "repeat": repeat},
+            )
+        )
     return requests
 
 
