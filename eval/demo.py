@@ -152,21 +152,16 @@ def evaluate(
 ) -> dict:
     """Every number of the report, by row; "dense, extra steps" is also evaluated with sinks and recent tokens alone."""
     prompts, dense = keys_in_text(tokenizer, SAMPLES), rows["dense, extra steps"]
-    blocks = pod.LayerBlocks.dense(dense.config.num_hidden_layers, dense.config.num_key_value_heads)
-    near = pod.convert(dense, blocks, sinks, recent, "window").eval()
     measured = {}
-    for name, model in {**rows, "StreamingLLM": near}.items():
+    for name, model in {**rows, "StreamingLLM": models.windowed(dense, sinks, recent)}.items():
         found, scores = quality(model, tokenizer, prompts, prepared(plain, TEXTS, 8), recent, name)
         cells = torch.tensor(scores).view(len(LENGTHS), len(DEPTHS), SAMPLES).mean(dim=2)
         size = None if name == "StreamingLLM" else measure_cache(model, context)["bytes"]
         measured[name] = found | {"passkey_cells": cells.tolist(), "cache_bytes": size}
-    seconds: dict[str, list[float]] = {name: [] for name in rows}
-    for _ in range(ROUNDS):
-        for name, model in rows.items():
-            seconds[name].append(decode_seconds(model, context))
-    dense = statistics.median(seconds["dense"])
+    rounds = [{name: decode_seconds(model, context) for name, model in rows.items()} for _ in range(ROUNDS)]
+    seconds = {name: statistics.median(each[name] for each in rounds) for name in rows}
     for name in measured:
-        measured[name]["decode_speed"] = dense / statistics.median(seconds[name]) if name in seconds else None
+        measured[name]["decode_speed"] = seconds["dense"] / seconds[name] if name in seconds else None
     beyond = sum(prompt.distance > recent for prompt in prompts) / len(prompts)
     return {"asked_beyond_window": beyond, "rows": measured}
 

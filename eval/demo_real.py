@@ -42,7 +42,7 @@ import pod
 from pod.evaluation import report
 from pod.evaluation.haystack import Haystack
 from pod.evaluation.intervals import ratio
-from pod.evaluation.models import cache_bytes
+from pod.evaluation.models import cache_bytes, windowed
 from pod.evaluation.passkey import generate_greedily, passkey_accuracy, passkey_prompts
 from pod.evaluation.perplexity import perplexity
 from pod.evaluation.ruler import make_requests, score
@@ -138,13 +138,13 @@ def measure_caches(models: dict[str, PreTrainedModel], ids: Tensor) -> dict:
         for name, model in models.items():
             for part in tqdm(text.split(1024, dim=1), desc=f"{name}: {length:,} tokens", unit="K tokens"):
                 model(part, past_key_values=caches[name], logits_to_keep=1)
-        seconds: dict[str, list[float]] = {name: [] for name in models}
-        for _ in range(ROUNDS):
-            for name, model in models.items():
-                seconds[name].append(decode_seconds(model, caches[name], text[:, :1]))
+        rounds = [
+            {name: decode_seconds(model, caches[name], text[:, :1]) for name, model in models.items()}
+            for _ in range(ROUNDS)
+        ]
         sizes = {name: cache_bytes(cache) for name, cache in caches.items()}
         expected = pod.PodCache(models["PoD, adapted"].config).expected_nbytes(length, itemsize=4)
-        medians = {name: statistics.median(some) for name, some in seconds.items()}
+        medians = {name: statistics.median(each[name] for each in rounds) for name in models}
         found[str(length)] = {"bytes": sizes, "expected_bytes": expected, "seconds": medians}
     return found
 
@@ -163,7 +163,7 @@ def table(rows: dict[str, dict]) -> str:
     """The report's table: dense in bits per byte and shares that are right, the others relative to it."""
     lines = []
     for name, row in rows.items():
-        cells: dict[str, str | None] = dict.fromkeys((*KINDS, "distant", "keys", "needles"))
+        cells = {}
         if name == "dense":
             distant = sum((some["distant"] for some in row["bits"].values()), [])
             means = {kind: some["all"] for kind, some in row["bits"].items()} | {"distant": distant}
@@ -229,12 +229,11 @@ def run(options: argparse.Namespace) -> bool:
     config = adapted.config
     sizes = {"sink_size": config.sink_size, "recent_size": config.recent_size}
     dense = pod.load(options.base, dtype="float32")
-    whole = pod.LayerBlocks.dense(config.num_hidden_layers, config.num_key_value_heads)
     models: dict[str, Callable[[], PreTrainedModel]] = {
         "dense": lambda: dense,
         "PoD, converted": lambda: pod.convert(dense, config.blocks, **sizes, share=config.share).eval(),
         "PoD, adapted": lambda: adapted,
-        "window": lambda: pod.convert(dense, whole, **sizes, share="window").eval(),
+        "window": lambda: windowed(dense, config.sink_size, config.recent_size),
     }
     files = {name: f"{name}.json" for name in models}
     for name, folder in options.also:

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from dense_attention import FLASH, dense_attentions
 from filled_cache import attend, fill
-from speed_setting import DENSE, STOCK, Setting
+from speed_setting import DENSE, STOCK, Setting, three_ways
 from timing import BYTES, Measured, Works
 from torch import Tensor
 from transformers import AutoTokenizer, Cache, DynamicCache, PreTrainedModel, StaticCache
@@ -42,12 +42,7 @@ def real_models(ckpt: str, blocks: str, dtype: torch.dtype) -> dict[str, PreTrai
     shared = pod.LayerBlocks.load(blocks)
     sizes = {"sink_size": 16, "recent_size": 240}
     sizes |= {name: shared.metadata[name] for name in sizes if name in shared.metadata}
-    dense = pod.LayerBlocks.dense(stock.config.num_hidden_layers, stock.config.num_key_value_heads)
-    return {
-        "PoD": pod.convert(stock, shared, **sizes).eval(),
-        DENSE: pod.convert(stock, dense, **sizes).eval(),
-        STOCK: stock,
-    }
+    return three_ways(stock, shared, **sizes)
 
 
 def _models(setting: Setting, dtype: torch.dtype | None = None) -> dict[str, PreTrainedModel]:

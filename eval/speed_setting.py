@@ -125,6 +125,14 @@ def shared_blocks(layers: int = LAYERS) -> pod.LayerBlocks:
     return pod.LayerBlocks([[layer - layer % step for step in steps] for layer in range(layers)])
 
 
+def three_ways(
+    stock: PreTrainedModel, blocks: pod.LayerBlocks, sink_size: int, recent_size: int
+) -> dict[str, PreTrainedModel]:
+    """The same weights as a PoD model, as one with blocks of one layer, and as transformers' own."""
+    kinds = {"PoD": blocks, DENSE: pod.LayerBlocks.dense(*blocks.anchors.shape)}
+    return {name: pod.convert(stock, kind, sink_size, recent_size) for name, kind in kinds.items()} | {STOCK: stock}
+
+
 def random_models(
     setting: Setting, length: int, layers: int = LAYERS, is_whole: bool = True
 ) -> dict[str, PreTrainedModel]:
@@ -145,11 +153,7 @@ def random_models(
     )
     with torch.device(setting.device):
         stock = LlamaForCausalLM(config).to(setting.dtype).eval()
-    return {
-        "PoD": pod.convert(stock, shared_blocks(layers), setting.sinks, setting.recent),
-        DENSE: pod.convert(stock, pod.LayerBlocks.dense(layers, KV_HEADS), setting.sinks, setting.recent),
-        STOCK: stock,
-    }
+    return three_ways(stock, shared_blocks(layers), setting.sinks, setting.recent)
 
 
 def random_ids(model: PreTrainedModel, batch: int, length: int) -> Tensor:

@@ -34,13 +34,11 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from pod.blocks import LayerBlocks
 from pod.cache import PodCache
 from pod.evaluation import command, metrics, models, report, runner
 from pod.evaluation.haystack import NOISE, fit
 from pod.evaluation.texts import given_texts, stretches, token_ids
 from pod.eviction import CAKE, Observation
-from pod.model.families import convert
 from pod.model.probe import Meter, Seen, watch
 from pod.model.weights import weights_hash
 from pod.terminal import exit_status
@@ -125,8 +123,6 @@ def agreement(
     """
     if min(proximal) < 2:
         raise ValueError(f"--proximal must be at least 2 tokens, got {min(proximal)}")
-    dense = models.as_pod(model).config
-    blocks = LayerBlocks.dense(dense.num_hidden_layers, dense.num_key_value_heads)
 
     def likeliest(one: PreTrainedModel, label: str) -> Tensor:
         options = {"use_cache": False, "logits_to_keep": last}
@@ -137,7 +133,7 @@ def agreement(
     shares = []
     for size in proximal:
         sinks = sinks_of(size)
-        near = convert(model, blocks, sinks, size - sinks, "window").eval()
+        near = models.windowed(model, sinks, size - sinks)
         shares.append((likeliest(near, f"{size} proximal tokens") == wanted).double().mean().item())
     return shares
 
@@ -307,9 +303,8 @@ def run(options: argparse.Namespace) -> None:
         if wrong := [layer for layer in layers if not 0 <= layer < count]:
             raise ValueError(f"--layers {wrong[0]}: {Path(ckpt).name} has layers 0 to {count - 1}")
         found, written = {"ckpt": ckpt, "weights": weights_hash(ckpt), "length": options.length}, []
-        samples = []
-        if texts:
-            samples = list(stretches(token_ids(tokenizer, "".join(texts)), options.length, options.texts, 1))
+        ids = token_ids(tokenizer, "".join(texts))
+        samples = list(stretches(ids, options.length, options.texts, 1)) if texts else []
         if {"attention", "dynamics"} & set(options.only):
             meter = Attention(layers if "attention" in options.only else [], options.window)
             watch(model, samples if "dynamics" in options.only else samples[:1], [meter], "attention", progress=True)

@@ -163,6 +163,16 @@ def as_pod(model: PreTrainedModel) -> PreTrainedModel:
     return convert(model, LayerBlocks.dense(config.num_hidden_layers, heads))
 
 
+def windowed(model: PreTrainedModel, sinks: int, recent: int) -> PreTrainedModel:
+    """The same weights with window attention: every layer attends to sinks and recent tokens alone.
+
+    Raises:
+        ValueError: the family is not supported.
+    """
+    blocks = LayerBlocks.dense(*as_pod(model).config.blocks.anchors.shape)
+    return convert(model, blocks, sinks, recent, "window").eval()
+
+
 def variants(model: PreTrainedModel, methods: list[eviction.Method] | None) -> list[Variant]:
     """The model without eviction, then with each of the methods.
 
