@@ -28,6 +28,7 @@ import random
 import string
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -167,9 +168,7 @@ def passkey_prompts(
 
 def _place(lines: list[list[int]], depth: float) -> int:
     """How many lines stand before the one whose beginning is nearest to the depth."""
-    ends = [0]
-    for line in lines:
-        ends.append(ends[-1] + len(line))
+    ends = [0, *accumulate(map(len, lines))]
     return min(range(len(ends)), key=lambda index: abs(ends[index] - depth * ends[-1]))
 
 

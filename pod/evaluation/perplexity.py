@@ -81,12 +81,11 @@ class Perplexity:
     def curve(self, parts: int = 32) -> tuple[list[float], list[float]]:
         """(position, mean nats) of `parts` stretches of positions, for a picture."""
         positions, means = [], []
-        for nats, count, index in zip(
-            self.nats.chunk(parts), self.count.chunk(parts), torch.arange(len(self.nats)).chunk(parts), strict=True
-        ):
-            if count.sum() > 0:
+        for index in torch.arange(len(self.nats)).chunk(parts):
+            count = self.count[index].sum()
+            if count > 0:
                 positions.append(float(index.double().mean()))
-                means.append(float(nats.sum() / count.sum()))
+                means.append(float(self.nats[index].sum() / count))
         return positions, means
 
 

@@ -132,8 +132,7 @@ def run(options: argparse.Namespace) -> dict[tuple[str, int], Losses]:
             if not longer:
                 most = max(map(len, ids.values()))
                 raise ValueError(f"--sizes {size}: no book has more tokens, the longest {most}; give a smaller size")
-            dense, *variants = models.variants(model, methods[size])
-            for variant in [dense, *variants]:
+            for variant in models.variants(model, methods[size]):
                 row = STRIDED if variant.method is None else variant.name
                 losses = results.of(ckpt, row, size)
                 for name, tokens in longer.items():
