@@ -6,9 +6,9 @@ from functools import cache as once
 from functools import partial
 
 import torch
-from dense_attention import FLASH, dense_attentions
+from dense_attention import FLASH
 from filled_cache import attend, fill
-from speed_setting import DENSE, STOCK, Setting, three_ways
+from speed_setting import DENSE, STOCK, Setting, dense_decoding, three_ways
 from timing import BYTES, Measured, Works
 from torch import Tensor
 from transformers import AutoTokenizer, Cache, DynamicCache, PreTrainedModel, StaticCache
@@ -153,15 +153,9 @@ def decode_attention_of_model(setting: Setting, length: int) -> Measured:
         fill(cache, models[name], 1, length)
         works[name] = partial(attend, cache, models[name], *new)
         amounts[name] = cache.nbytes(), BYTES
-    stored = [setting.random(2, 1, kv_heads, length, config.head_dim) for _ in range(config.num_hidden_layers)]
-    run = dense_attentions("cpu", False)[FLASH]
-
-    def dense() -> None:
-        for k, v in stored:
-            run(new[0], k, v)
-
-    works[FLASH] = dense
-    amounts[FLASH] = sum(one.nbytes for one in stored), BYTES
+    others, size = dense_decoding(setting, new[0], kv_heads, length, config.num_hidden_layers)
+    works |= others  # on a CPU, flash alone
+    amounts[FLASH] = size, BYTES
     by_bytes = amounts["PoD"][0] / amounts[DENSE][0]
     notes = [f"The bytes alone make {by_bytes:.3g} of dense time."]
     known = {"notes": notes, "amounts": amounts, "by_bytes": by_bytes}

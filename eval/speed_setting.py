@@ -7,6 +7,7 @@ from typing import Any
 
 import timing
 import torch
+from dense_attention import dense_attentions
 from timing import Measured, Works, by
 from torch import Tensor
 from transformers import Cache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -112,6 +113,18 @@ def for_backends(setting: Setting, make: Callable[[], Cache]) -> dict[str, Cache
         with forced(backend):
             caches[suffix] = make()
     return caches
+
+
+def dense_decoding(setting: Setting, q: Tensor, kv_heads: int, length: int, layers: int) -> tuple[Works, int]:
+    """The dense attentions at hand from q [B, H, 1, D] to random keys of `length` tokens a layer, and those' bytes."""
+    stored = [setting.random(2, len(q), kv_heads, length, q.shape[-1]) for _ in range(layers)]
+
+    def work(run: Callable[..., Tensor]) -> None:
+        for k, v in stored:
+            run(q, k, v)
+
+    works = {name: partial(work, run) for name, run in dense_attentions(setting.device, False).items()}
+    return works, sum(one.nbytes for one in stored)
 
 
 def fused(works: Works) -> list[str]:

@@ -15,6 +15,7 @@ from speed_setting import (
     STOCK,
     Setting,
     by_backends,
+    dense_decoding,
     for_backends,
     fused,
     random_ids,
@@ -123,15 +124,9 @@ def decode_attention(setting: Setting, length: int) -> Measured:
         mine = by_backends(setting, name, partial(attend, model=models[name], q=q, k=k, v=v), caches)
         works |= mine
         amounts |= dict.fromkeys(mine, (caches[""].nbytes(), BYTES))
-    stored = [setting.random(2, batch, KV_HEADS, length, setting.head_dim) for _ in range(LAYERS)]
-
-    def dense(run: Callable[..., Tensor]) -> None:
-        for k, v in stored:
-            run(q, k, v)
-
-    others = {name: partial(dense, run) for name, run in dense_attentions(setting.device, False).items()}
+    others, size = dense_decoding(setting, q, KV_HEADS, length, LAYERS)
     works |= others
-    amounts |= dict.fromkeys(others, (sum(one.nbytes for one in stored), BYTES))
+    amounts |= dict.fromkeys(others, (size, BYTES))
     pairs = [("PoD" + kind, other) for kind in setting.backends for other in (DENSE + kind, *others)]
     label, graphs = f"decode attention at {length}", [*fused(works), *others]
     return setting.measured(works, label, pairs, graphs, notes=note_of_rows(batch), amounts=amounts)
