@@ -45,6 +45,7 @@ class Benchmark(ABC):
         lengths: tokens of the prompts, for a note where a model was made for fewer.
         title: what was run, in a sentence above the comparison; may be empty.
         score_only: predictions are there, and the benchmark's data need not be.
+        limit: samples of each set, at most; None for all.
         room: positions of the model that prompts are made for next; None where its config does not say.
     """
 
@@ -63,6 +64,8 @@ class Benchmark(ABC):
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.score_only = getattr(options, "score_only", False)
+        self.limit = getattr(options, "limit", None)
+        check_limit(self.limit)
 
     @staticmethod
     @abstractmethod

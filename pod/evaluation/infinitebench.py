@@ -26,7 +26,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from pod.evaluation import metrics, report
-from pod.evaluation.benchmark import Benchmark, Row, Score, add_limit, check_limit, command, read_sets
+from pod.evaluation.benchmark import Benchmark, Row, Score, add_limit, command, read_sets
 from pod.evaluation.command import add_numbers
 from pod.evaluation.haystack import NOISE, fit
 from pod.evaluation.lines import Fields, check_name, read_lines
@@ -219,7 +219,6 @@ class InfiniteBench(Benchmark):
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__(options)
-        check_limit(options.limit)
         self.tasks = list(dict.fromkeys(options.tasks or (HIDDEN if options.made else PROMPTS)))
         for task in self.tasks:
             check_name(f"--tasks {task}: no task of InfiniteBench here", task, PROMPTS)
@@ -256,7 +255,7 @@ class InfiniteBench(Benchmark):
             for task in self.tasks:
                 found = self.samples.get(task) or made(tokenizer, task, length, self.options.samples)
                 window = self.window(tokenizer, task, length)
-                yield f"{task}-{length}", make_requests(tokenizer, task, found[: self.options.limit], window)
+                yield f"{task}-{length}", make_requests(tokenizer, task, found[: self.limit], window)
 
     def beyond(self, ckpt: str) -> str:
         if self.options.made or self.room is None or self.room >= max(self.lengths) + max(MAX_NEW_TOKENS.values()):

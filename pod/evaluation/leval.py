@@ -24,7 +24,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from pod.evaluation import metrics
-from pod.evaluation.benchmark import Benchmark, Row, Score, add_limit, check_limit, command, read_sets, resolve_sets
+from pod.evaluation.benchmark import Benchmark, Row, Score, add_limit, command, read_sets, resolve_sets
 from pod.evaluation.lines import Fields, read_lines
 from pod.evaluation.metrics.l_eval import GROUPS, SETS
 from pod.evaluation.runner import Request, as_chat, question_at, tokenise
@@ -216,7 +216,6 @@ class LEval(Benchmark):
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__(options)
-        check_limit(options.limit)
         if options.max_length < 1:
             raise ValueError(f"--max-length is in thousands of tokens: at least 1, got {options.max_length}")
         self.most = 1000 * options.max_length - MAX_NEW_TOKENS
@@ -233,7 +232,7 @@ class LEval(Benchmark):
 
     def prompts(self, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, list[Request]]]:
         for task, samples in self.samples.items():
-            yield task, make_requests(tokenizer, task, samples, self.most, self.options.limit)
+            yield task, make_requests(tokenizer, task, samples, self.most, self.limit)
 
     def score(self, name: str, rows: Sequence[Row]) -> Score:
         predictions, references = [row["pred"] for row in rows], [row["reference"] for row in rows]

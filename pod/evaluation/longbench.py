@@ -24,7 +24,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from pod.evaluation import metrics, report
-from pod.evaluation.benchmark import Benchmark, Row, Score, add_limit, check_limit, command, resolve_sets
+from pod.evaluation.benchmark import Benchmark, Row, Score, add_limit, command, resolve_sets
 from pod.evaluation.lines import Fields, check_fields, parse_lines
 from pod.evaluation.runner import Predictions, Request, asked_last, tokenise
 
@@ -285,7 +285,6 @@ def make_requests(
     task: str,
     samples: Sequence[dict[str, Any]],
     max_length: int = 31500,
-    limit: int | None = None,
 ) -> list[Request]:
     """The prompts of one set: filled in, truncated in the middle, then put into the chat template where there is one.
 
@@ -294,16 +293,14 @@ def make_requests(
         task: one of `TASKS`.
         samples: as `load_samples` gives them.
         max_length: tokens of a prompt before the chat template.
-        limit: only so many samples, the first ones.
 
     Raises:
-        ValueError: max_length or limit too small.
+        ValueError: max_length too small.
     """
-    check_limit(limit)
     name = task.removesuffix("_e")
     chat = bool(tokenizer.chat_template) and name not in NO_CHAT_TEMPLATE
     requests = []
-    for index, sample in enumerate(samples[:limit]):
+    for index, sample in enumerate(samples):
         filled = PROMPTS[name].format(context=sample["context"], input=sample["input"])
         asked = PROMPTS[name].split("{context}")[1].format(input=sample["input"])
         text, place = asked_last(tokenizer, truncate(tokenizer, filled, max_length), asked, chat)
@@ -397,7 +394,7 @@ class LongBench(Benchmark):
 
     def prompts(self, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, list[Request]]]:
         for task, samples in self.samples.items():
-            yield task, make_requests(tokenizer, task, samples, self.options.max_length, self.options.limit)
+            yield task, make_requests(tokenizer, task, samples[: self.limit], self.options.max_length)
 
     def read(self, folder: Path) -> dict[str, list[Row]]:
         rows = {}

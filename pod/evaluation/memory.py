@@ -190,14 +190,8 @@ def evaluate(options: argparse.Namespace) -> dict:
             cell = {"prompt": length, "batch": batch, "bytes": sized.by_kind(max(batch, 1))}
             cell["stays_whole"] = sized.stays_whole
             if model is not None:
-                cell["measured"] = measured_batch(
-                    model,
-                    memory - reserved,
-                    length,
-                    options.output,
-                    eviction=row.eviction,
-                    whole_logits=row.whole_logits,
-                )
+                asked = {"eviction": row.eviction, "whole_logits": row.whole_logits}
+                cell["measured"] = measured_batch(model, memory - reserved, length, options.output, **asked)
             cells.append(cell)
         result["rows"][name] = {"kv_saving": row.blocks.kv_saving, "cells": cells}
     is_papers = Shape.from_config(config) == Shape.from_config(KNOWN_CONFIGS[SHORT_NAMES["llama3-8b"]])
@@ -268,7 +262,6 @@ def draw(result: dict, path: Path) -> None:
     axes.set(xlabel=f"{name} at the largest batch, which stands at the bar", title=result["model"])
     axes.margins(y=0.01)
     figure.legend(loc="outside lower center", ncols=len(KINDS), fontsize=7)
-    path.parent.mkdir(parents=True, exist_ok=True)
     report.save_figure(figure, path, dpi=120)
 
 

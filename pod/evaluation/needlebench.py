@@ -27,7 +27,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from pod.evaluation import metrics
-from pod.evaluation.benchmark import Benchmark, Row, Score, add_limit, check_limit, command, read_sets
+from pod.evaluation.benchmark import Benchmark, Row, Score, add_limit, command, read_sets
 from pod.evaluation.command import add_numbers
 from pod.evaluation.lines import Fields, check_fields, read_lines
 from pod.evaluation.runner import Request, as_chat, question_at, tokenise
@@ -376,7 +376,6 @@ class NeedleBench(Benchmark):
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__(options)
-        check_limit(options.limit)
         lengths, depths, self.buffers = SIZES[options.size]
         self.lengths, self.depths = options.lengths or lengths, options.depths or depths
         for name, least, values in (
@@ -418,7 +417,7 @@ class NeedleBench(Benchmark):
                 for task in TASKS[group]:
                     grid = (self.lengths, self.depths, repeats, buffer, options.max_new_tokens)
                     requests = make_requests(tokenizer, tokens, files, language, task, *grid)
-                    yield f"{task}-{language}", requests[: options.limit]
+                    yield f"{task}-{language}", requests[: self.limit]
 
     def score(self, name: str, rows: Sequence[Row]) -> Score:
         kind = next(task for task in TASKS if name.startswith(task))

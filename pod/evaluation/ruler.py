@@ -37,7 +37,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from pod.evaluation import metrics, report
-from pod.evaluation.benchmark import Benchmark, Row, Score, add_limit, check_limit, command
+from pod.evaluation.benchmark import Benchmark, Row, Score, add_limit, command
 from pod.evaluation.command import add_numbers
 from pod.evaluation.haystack import Haystack, fit
 from pod.evaluation.lines import Fields, check_fields, check_name, read_lines
@@ -222,8 +222,6 @@ class Ruler(Benchmark):
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__(options)
-        self.limit = getattr(options, "limit", None)
-        check_limit(self.limit)
         self.lengths = list(dict.fromkeys(options.lengths))
         self.prepared: dict[str, list[dict[str, Any]]] = {}
         if getattr(options, "prepared", None) is not None:
@@ -264,20 +262,11 @@ class Ruler(Benchmark):
                 (f"{task}-{length}", prepared_requests(tokenizer, task, lines)) for task, lines in self.prepared.items()
             ]
         # All at once: a task that does not fit into one of the lengths is refused before the work.
+        asked = {name: getattr(self.options, name) for name in ("samples", "seed", "phrase")}
+        sources = {task: self.sources.get(TASKS[task].needs) for task in self.tasks}
         return [
-            (
-                f"{task}-{length}",
-                make_requests(
-                    tokenizer,
-                    task,
-                    length,
-                    self.options.samples,
-                    seed=self.options.seed,
-                    source=self.sources.get(TASKS[task].needs),
-                    phrase=self.options.phrase,
-                )[: self.limit],
-            )
-            for length in self.lengths
+            (f"{task}-{n}", make_requests(tokenizer, task, n, source=sources[task], **asked)[: self.limit])
+            for n in self.lengths
             for task in self.tasks
         ]
 

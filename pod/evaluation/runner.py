@@ -436,7 +436,7 @@ def settle(folder: str | Path, settings: dict[str, Any]) -> None:
     check_settings(folder, settings)
     path = Path(folder) / "settings.json"
     if not path.exists():
-        report.write(path, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+        report.write_json(path, settings)
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
