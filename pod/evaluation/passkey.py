@@ -28,7 +28,7 @@ import random
 import string
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 
 import torch
@@ -153,16 +153,13 @@ def passkey_prompts(
         places = [_place(filling, depth)]
         places += [generator.randrange(len(filling) + 1) for _ in range(distractors)]
         inserted = sorted(zip(places, range(len(places)), strict=True), reverse=True)
-        pieces: list[tuple[list[int], bool]] = [(line, False) for line in filling]
+        pieces = list(filling)
         for place, index in inserted:
-            pieces.insert(place, (keys[index], index == 0))
-        ids, end = list(start), 0
-        for piece, is_asked in pieces:
-            ids += piece
-            if is_asked:
-                end = len(ids)
-        ids += question
-        prompts.append(PassKey(ids, values[0], depth, len(ids) - end, len(question)))
+            pieces.insert(place, keys[index])
+        (stated_at,) = (at for at, piece in enumerate(pieces) if piece is keys[0])
+        behind = [*chain.from_iterable(pieces[stated_at + 1 :]), *question]
+        ids = [*start, *chain.from_iterable(pieces[: stated_at + 1]), *behind]
+        prompts.append(PassKey(ids, values[0], depth, len(behind), len(question)))
     return prompts
 
 
