@@ -18,6 +18,7 @@ system message; a base model reads system message and question, and `Answer:` op
 
 import argparse
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -174,24 +175,23 @@ def make_requests(
     group = "bare" if task in BARE else "Closed" if task in GROUPS["Closed"] else "open"
     opens = ANSWER if group == "Closed" or (group == "open" and not chat) else ""
     before, after = _ASKED[group]
+
+    def pairs() -> Iterator[tuple[str, str, str]]:
+        for sample in samples:
+            document = truncate(tokenizer, task, sample["input"], most)
+            for instruction, output in zip(sample["instructions"], sample["outputs"], strict=True):
+                yield document, instruction, output
+
     requests: list[Request] = []
-    pairs = 0
-    for sample in samples:
-        if pairs == limit:
-            break
-        document = truncate(tokenizer, task, sample["input"], most)
-        for instruction, output in zip(sample["instructions"], sample["outputs"], strict=True):
-            if pairs == limit:
-                break
-            asked = after.format(inst=instruction, n=len(output.split()))
-            text = as_chat(tokenizer, before + document + asked, SYSTEM[task]) + opens
-            options = {"max_new_tokens": MAX_NEW_TOKENS, "record": {"reference": output}}
-            place = question_at(text, asked.strip())
-            requests.append(Request(str(pairs), text, special_tokens=not chat, question_at=place, **options))
-            if task == "sci_fi":
-                fact = instruction.replace(_IN_DOCUMENT, _IN_REALITY) + _FACT
-                requests.append(Request(f"{pairs} fact", fact, question_at=len(fact) // 2, **options))
-            pairs += 1
+    for number, (document, instruction, output) in enumerate(islice(pairs(), limit)):
+        asked = after.format(inst=instruction, n=len(output.split()))
+        text = as_chat(tokenizer, before + document + asked, SYSTEM[task]) + opens
+        options = {"max_new_tokens": MAX_NEW_TOKENS, "record": {"reference": output}}
+        place = question_at(text, asked.strip())
+        requests.append(Request(str(number), text, special_tokens=not chat, question_at=place, **options))
+        if task == "sci_fi":
+            fact = instruction.replace(_IN_DOCUMENT, _IN_REALITY) + _FACT
+            requests.append(Request(f"{number} fact", fact, question_at=len(fact) // 2, **options))
     return requests
 
 
