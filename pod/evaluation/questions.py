@@ -29,10 +29,9 @@ def read_squad(path: str | Path) -> Questions:
     Raises:
         ValueError: no such file, or another format; names the field.
     """
-    content = _read_json(path)
     numbers: dict[str, int] = {}
     items = []
-    with _format_errors(path, "SQuAD 2.0"):
+    with _content(path, "SQuAD 2.0") as content:
         for article in content["data"]:
             for paragraph in article["paragraphs"]:
                 numbers.setdefault(paragraph["context"], len(numbers))
@@ -54,10 +53,9 @@ def read_hotpotqa(path: str | Path) -> Questions:
     Raises:
         ValueError: no such file, or another format; names the field.
     """
-    content = _read_json(path)
     numbers: dict[str, int] = {}
     items = []
-    with _format_errors(path, "HotpotQA"):
+    with _content(path, "HotpotQA") as content:
         for item in content:
             documents = [f"{title}\n{''.join(sentences)}" for title, sentences in item["context"]]
             own = list(dict.fromkeys(numbers.setdefault(document, len(numbers)) for document in documents))
@@ -72,20 +70,17 @@ def _questions(path: str | Path, items: list, numbers: dict[str, int]) -> Questi
     return Questions(items, list(numbers), str(path))
 
 
-def _read_json(path: str | Path) -> Any:
+@contextmanager
+def _content(path: str | Path, format_name: str) -> Iterator[Any]:
+    """What a JSON file holds; names file and field when it is not of its format."""
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; give the path of the data set's JSON file") from error
     except ValueError as error:
         raise ValueError(f"{path}: broken JSON: {error}") from error
-
-
-@contextmanager
-def _format_errors(path: str | Path, format_name: str) -> Iterator[None]:
-    """Names file and field when a file is not of its format."""
     try:
-        yield
+        yield content
     except KeyError as error:
         raise ValueError(f"{path}: not {format_name}: field {error} is missing") from error
     except (TypeError, ValueError, AttributeError) as error:
