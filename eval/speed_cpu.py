@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from dense_attention import FLASH
 from filled_cache import attend, fill
-from speed_setting import DENSE, STOCK, Setting, dense_decoding, three_ways
+from speed_setting import DENSE, STOCK, Setting, dense_decoding, random_ids, three_ways
 from timing import BYTES, Measured, Works
 from torch import Tensor
 from transformers import AutoTokenizer, Cache, DynamicCache, PreTrainedModel, StaticCache
@@ -47,10 +47,6 @@ def real_models(ckpt: str, blocks: str, dtype: torch.dtype) -> dict[str, PreTrai
 
 def _models(setting: Setting, dtype: torch.dtype | None = None) -> dict[str, PreTrainedModel]:
     return real_models(setting.ckpt, setting.blocks, dtype or setting.dtype)
-
-
-def _ids(model: PreTrainedModel, length: int) -> Tensor:
-    return torch.randint(model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(1))
 
 
 def _room(setting: Setting, length: int) -> int:
@@ -128,7 +124,7 @@ def decode_after_snapkv(setting: Setting, length: int) -> Measured:
     """Decoding after a prompt of `length` tokens, of which SnapKV kept `BUDGET`."""
     models, room = _models(setting), _room(setting, length)
     stock, works = models[STOCK], {}
-    ids = _ids(stock, length)
+    ids = random_ids(stock, 1, length)
     for name, model in ((EVICTED, models["PoD"]), (DENSE_EVICTED, models[DENSE])):
         works[name] = _steps(model, pod_cache(model, ids, room, True))
     for name, cache in ((STOCK, DynamicCache(config=stock.config)), (STATIC, _static(stock, room))):
@@ -180,7 +176,7 @@ def prefill_of_model(setting: Setting, length: int) -> Measured:
             KVPRESS_EVICTED: lambda: kvpress_cache(stock, ids),
         }
 
-    ids = _ids(stock, length)
+    ids = random_ids(stock, 1, length)
     # The first run, which is not counted, is of a part; SnapKV's has to have something to drop.
     first = works(ids[:, : max(length // 8, BUDGET + WINDOW)])
     pairs = [("PoD", STOCK), ("PoD", STATIC), (EVICTED, KVPRESS_EVICTED)]
@@ -190,7 +186,7 @@ def prefill_of_model(setting: Setting, length: int) -> Measured:
 def training_step(setting: Setting, length: int) -> Measured:
     """Loss and gradients of one sample; in bfloat16 as training has it, float32 weights under autocast."""
     models = _models(setting, torch.float32)
-    ids = _ids(models[STOCK], length)
+    ids = random_ids(models[STOCK], 1, length)
 
     def step(model: PreTrainedModel) -> None:
         with torch.enable_grad(), torch.autocast("cpu", setting.dtype, enabled=setting.dtype != torch.float32):
@@ -205,7 +201,7 @@ def training_step(setting: Setting, length: int) -> Measured:
 def similarity_by_forward(setting: Setting, length: int) -> Measured:
     """`attention_similarity` of one sample by the stock model's own forward."""
     model = _models(setting)[STOCK]
-    ids = _ids(model, length)
+    ids = random_ids(model, 1, length)
     works = {
         "attention_similarity": lambda: attention_similarity(model, [ids], progress=False),
         "forward": lambda: model(ids, use_cache=False, logits_to_keep=1),

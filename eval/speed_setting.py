@@ -171,7 +171,8 @@ def random_models(
 
 def random_ids(model: PreTrainedModel, batch: int, length: int) -> Tensor:
     """[batch, length] token ids, the same at every call."""
-    return torch.randint(256, (batch, length), generator=torch.Generator().manual_seed(1)).to(model.device)
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(model.config.vocab_size, (batch, length), generator=generator).to(model.device)
 
 
 SETTINGS = {
