@@ -263,7 +263,7 @@ def weighed(variant: models.Variant, tokenizer: PreTrainedTokenizerBase, longest
     """What the cache of one prompt takes, measured: `eval/report.py` prints it."""
     ids = runner.encode(tokenizer, longest)
     cache = None if variant.cache_factory is None else variant.cache_factory(variant.model)
-    question = runner.question_tokens(tokenizer, longest, ids) if variant.asks_apart else 0
+    question = runner.question_tokens(tokenizer, longest, ids) if models.asks_apart(variant.method) else 0
     return models.measured_saving(variant.model, torch.tensor([ids]), cache, question)
 
 

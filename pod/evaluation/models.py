@@ -93,11 +93,6 @@ class Variant:
         return None if self.method is None else lambda model: PodCache(model.config, eviction=self.method)
 
     @property
-    def asks_apart(self) -> bool:
-        """The method is to evict a context before its question is read: it has `query_aware=False`."""
-        return asks_apart(self.method)
-
-    @property
     def label(self) -> str:
         """What a progress bar puts after the name of a set; nothing without a method."""
         return "" if self.method is None else f" {self.name}"

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pod.evaluation import report
-from pod.evaluation.models import Variant, read_context
+from pod.evaluation.models import Variant, asks_apart, read_context
 from pod.files import naming, read_json, replacing
 from pod.model.inputs import CACHE
 
@@ -213,7 +213,7 @@ def predict_each(
             Predictions(variant.folder(out), name),
             batch_size=batch_size,
             cache_factory=variant.cache_factory,
-            apart=variant.asks_apart,
+            apart=asks_apart(variant.method),
             settings=settings | variant.settings(),
             label=variant.label,
         )
