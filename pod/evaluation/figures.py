@@ -36,6 +36,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pod.cache import PodCache
 from pod.evaluation import command, metrics, models, report, runner
+from pod.evaluation.benchmark import folders_of
 from pod.evaluation.haystack import NOISE, fit
 from pod.evaluation.texts import given_texts, stretches, token_ids
 from pod.eviction import CAKE, Observation
@@ -284,7 +285,8 @@ def run(options: argparse.Namespace) -> None:
     """Measure, write figures.json and draw what --only names.
 
     Raises:
-        ValueError: options that mean nothing, layers that the model has not, a text that is too short.
+        ValueError: options that mean nothing, two models of one name, layers that the model has not, a text that is too
+            short.
     """
     for name, least in (("texts", 1), ("samples", 1), ("window", 2), ("length", 5 if "tau" in options.only else 2)):
         if getattr(options, name) < least:
@@ -292,8 +294,7 @@ def run(options: argparse.Namespace) -> None:
     if "tau" in options.only and not all(0 <= tau <= 1 for tau in options.taus):
         raise ValueError(f"--taus {options.taus}: each between 0 (skip all that is distant) and 1 (skip nothing)")
     texts = given_texts(options.text) if set(options.only) - {"places"} else []
-    for ckpt in options.ckpt:
-        out = options.out if len(options.ckpt) == 1 else options.out / Path(ckpt).resolve().name
+    for ckpt, out in folders_of(options.ckpt, options.out).items():
         model, tokenizer = models.load(ckpt)
         shares = getattr(model.config, "share", None) == "scores" and not model.config.blocks.is_dense
         if "tau" in options.only and not shares:

@@ -123,6 +123,7 @@ def test_the_command(tmp_path, capsys):
     found = json.loads((tmp_path / "out" / "figures.json").read_text())
     assert len(found["dispersion and shift"]) == 2 and set(found["places"]) == {"none", "h2o:budget=32"}
     for more, message in [
+        (["--ckpt", ckpt, str(tmp_path / "other" / "tiny")], "two models of one name; run them into two --out"),
         (["--layers", "7"], "--layers 7: tiny has layers 0 to 1"),
         (["--samples", "0"], "--samples must be at least 1, got 0"),
         (["--length", "9000"], "--length 9000 wants more"),
