@@ -17,6 +17,7 @@ import copy
 import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -216,28 +217,9 @@ class PodDecoderLayer:
 
     mlp_tiles = 1
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        *anchors: Tensor | None,
-        position_embeddings: tuple[Tensor, Tensor] | None,
-        past_key_values: PodCache | None = None,
-        lengths: Tensor | None = None,
-        document_ids: Tensor | None = None,
-        sequence: SequenceShard | None = None,
-        unshared: bool = False,
-    ) -> tuple[Tensor | None, ...]:
-        """[B, T, hidden] and the anchors in; the same out."""
-        attended, anchors = self.self_attn(
-            self.input_layernorm(hidden_states),
-            anchors,
-            position_embeddings=position_embeddings,
-            past_key_values=past_key_values,
-            lengths=lengths,
-            document_ids=document_ids,
-            sequence=sequence,
-            unshared=unshared,
-        )
+    def forward(self, hidden_states: Tensor, *anchors: Tensor | None, **options: Any) -> tuple[Tensor | None, ...]:
+        """[B, T, hidden] and the anchors in; the same out. Options are those of `PodAttention.forward`."""
+        attended, anchors = self.self_attn(self.input_layernorm(hidden_states), anchors, **options)
         hidden_states = hidden_states + attended
         normed = self.post_attention_layernorm(hidden_states)
         if self.mlp_tiles == 1 or not self.training:
@@ -366,8 +348,7 @@ class PodModel(Capabilities):
             self.config.check_unchanged(self._made_by, "the model")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
-        if self.training or output_attentions or self.config.output_attentions:
-            check_supported(self.config, self.training, output_attentions)
+        check_supported(self.config, self.training, output_attentions)
         if unshared:
             if past_key_values is not None or use_cache:
                 raise ValueError("a cache stores what layers share: with unshared=True pass use_cache=False")
@@ -388,16 +369,14 @@ class PodModel(Capabilities):
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         batch, count = inputs_embeds.shape[0], inputs_embeds.shape[1] if sequence is None else sequence.length
-        if not count:
-            check_tokens(count)
+        check_tokens(count)
         checkpoints = self.gradient_checkpointing and self.training
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         if past_key_values is None and use_cache and not checkpoints:
             past_key_values = PodCache(self.config)
         if past_key_values is not None:
-            if self.training or not isinstance(past_key_values, PodCache):
-                check_cache(past_key_values, self.training)
+            check_cache(past_key_values, self.training)
             if document_ids is not None:
                 raise ValueError("document_ids are for training without a cache: pass use_cache=False")
             if devices is not None:
@@ -451,14 +430,15 @@ class PodModel(Capabilities):
         position_ids: Tensor,
         mask: Tensor | None,
         output_hidden_states: bool,
-        past_key_values: PodCache | None,
-        lengths: Tensor | None,
-        document_ids: Tensor | None,
-        sequence: SequenceShard | None,
-        unshared: bool,
         devices: list[torch.device] | None,
+        **options: Any,
     ) -> list[Tensor]:
-        """Run all layers once: every layer's input where these are wanted, then the normed output, [B, T, hidden]."""
+        """Run all layers once: every layer's input where these are wanted, then the normed output, [B, T, hidden].
+
+        Options are those of `PodAttention.forward`, but for the angles.
+        """
+        past_key_values: PodCache | None = options["past_key_values"]
+        sequence: SequenceShard | None = options["sequence"]
         if past_key_values is not None:
             past_key_values.begin(
                 self.config,
@@ -483,15 +463,7 @@ class PodModel(Capabilities):
                     all_states.append(states[0])
                 # Accelerate has moved what the layer is given.
                 with nullcontext() if devices is None else current(devices[number]):
-                    states = layer(
-                        *states,
-                        position_embeddings=position_embeddings,
-                        past_key_values=past_key_values,
-                        lengths=lengths,
-                        document_ids=document_ids,
-                        sequence=sequence,
-                        unshared=unshared,
-                    )
+                    states = layer(*states, position_embeddings=position_embeddings, **options)
         if past_key_values is not None:
             past_key_values.finish()
         return [*all_states, self.norm(states[0])]
