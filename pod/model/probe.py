@@ -9,9 +9,10 @@ attention is called, and `leave(layer, hidden_states)` with what the decoder lay
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -153,21 +154,18 @@ def _gradients(
         states.retain_grad()
         outputs.append(states)
 
-    handles = [attention.register_forward_hook(hook) for attention in attentions]
-    try:
-        with frozen(model), torch.enable_grad():
-            embedded = model.get_input_embeddings()(input_ids[None]).requires_grad_()
-            hidden_states = model.model(inputs_embeds=embedded, use_cache=False).last_hidden_state
-            # The logits of all positions at once would be the largest thing in memory.
-            last = hidden_states.detach().requires_grad_()
-            for part in last[0].split(_POSITIONS):
-                logits = model.get_output_embeddings()(part).float()
-                drawn = torch.multinomial(logits.detach().softmax(-1).cpu(), 1, generator=draws)[:, 0]
-                nn.functional.cross_entropy(logits, drawn.to(logits.device), reduction="sum").backward()
-            hidden_states.backward(last.grad)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, frozen(model), torch.enable_grad():
+        for attention in attentions:
+            hooks.enter_context(attention.register_forward_hook(hook))
+        embedded = model.get_input_embeddings()(input_ids[None]).requires_grad_()
+        hidden_states = model.model(inputs_embeds=embedded, use_cache=False).last_hidden_state
+        # The logits of all positions at once would be the largest thing in memory.
+        last = hidden_states.detach().requires_grad_()
+        for part in last[0].split(_POSITIONS):
+            logits = model.get_output_embeddings()(part).float()
+            drawn = torch.multinomial(logits.detach().softmax(-1).cpu(), 1, generator=draws)[:, 0]
+            nn.functional.cross_entropy(logits, drawn.to(logits.device), reduction="sum").backward()
+        hidden_states.backward(last.grad)
     return [states.grad[0] for states in outputs]
 
 
@@ -181,33 +179,23 @@ def _forward(
     """One forward of one sample [T] without padding."""
     seen: set[int] = set()
 
-    def entering(layer: int) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            hidden_states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-            cos, sin = kwargs["position_embeddings"] if "position_embeddings" in kwargs else args[1]
-            seen.add(layer)
-            for meter in meters:
-                meter.enter(layer, Seen(module, hidden_states, cos, sin, gradients[layer]))
+    def enter(layer: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden_states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        cos, sin = kwargs["position_embeddings"] if "position_embeddings" in kwargs else args[1]
+        seen.add(layer)
+        for meter in meters:
+            meter.enter(layer, Seen(module, hidden_states, cos, sin, gradients[layer]))
 
-        return hook
+    def leave(layer: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        for meter in meters:
+            meter.leave(layer, output[0] if isinstance(output, tuple) else output)
 
-    def leaving(layer: int) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            for meter in meters:
-                meter.leave(layer, output[0] if isinstance(output, tuple) else output)
-
-        return hook
-
-    handles = []
-    try:
+    with ExitStack() as hooks:
         for layer, (attention, whole) in enumerate(zip(attentions, model.model.layers, strict=True)):
-            handles.append(attention.register_forward_pre_hook(entering(layer), with_kwargs=True))
-            handles.append(whole.register_forward_hook(leaving(layer)))
+            hooks.enter_context(attention.register_forward_pre_hook(partial(enter, layer), with_kwargs=True))
+            hooks.enter_context(whole.register_forward_hook(partial(leave, layer)))
         # No cache, and the logits of one token: neither is looked at.
         model(input_ids=input_ids[None], use_cache=False, logits_to_keep=1)
-    finally:
-        for handle in handles:
-            handle.remove()
     if len(seen) != len(attentions):
         raise RuntimeError(f"only layers {sorted(seen)} of {len(attentions)} called their self_attn module")
 
