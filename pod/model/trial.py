@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -112,7 +113,9 @@ def _check(what: str, found: Tensor, truth: Tensor, eager: dict[str, float], all
 
 
 def _ratio(ours: Callable[[], object], torchs: Callable[[], object], device: str) -> float:
-    """Median over the rounds of the time of `ours` by that of `torchs`; each has run before."""
+    """Median over the rounds of the time of `ours` by that of `torchs`, of which each runs once before."""
+    torch.use_deterministic_algorithms(False)  # nobody fills memory in what is timed
+    ours(), torchs()
     ratios = []
     for _ in range(ROUNDS):
         seconds = [_seconds(work, device) for work in (torchs, ours)]
@@ -155,11 +158,8 @@ def _attention(trial: Trial) -> float:
                 for name, one, other in list(zip(names, found, again, strict=True))[: None if case.is_ours else 3]:
                     if not torch.equal(one, other):
                         raise Refused(f"{name} of {tokens:,} tokens, {kind}, differs from run to run")
-    torch.use_deterministic_algorithms(False)  # nobody fills memory in what is timed
-    works = [(trial.backend, trial.flash), ("composed", "")]
-    ours, torchs = (lambda choice=choice: case.results("plain", *choice) for choice in works)
-    ours(), torchs()
-    return _ratio(ours, torchs, trial.device)
+    works = (partial(case.results, "plain", *choice) for choice in ((trial.backend, trial.flash), ("composed", "")))
+    return _ratio(*works, trial.device)
 
 
 class AttentionCase:
@@ -259,6 +259,10 @@ def _decode(trial: Trial) -> float:
             hook.remove()
         return torch.stack(seen)
 
+    def step(cache: pod.PodCache, backend: str) -> None:
+        with forced(backend):
+            model(torch.ones_like(ids[:, :1]), past_key_values=cache)
+
     with torch.no_grad():
         for kind, options in caches.items():  # the first one is exact, and says what errors are usual
             cache = filled(model, **options)
@@ -275,23 +279,8 @@ def _decode(trial: Trial) -> float:
             for _ in range(RUNS - 1):
                 if not torch.equal(found, steps(model, copy.deepcopy(cache), trial.backend)):
                     raise Refused(f"{what} differs from run to run")
-        torch.use_deterministic_algorithms(False)
-        works = []
-        for backend in (trial.backend, "composed"):
-            cache = filled(model)
-            works.append(_stepping(model, cache, backend))
-            works[-1]()
+        works = (partial(step, filled(model), backend) for backend in (trial.backend, "composed"))
         return _ratio(*works, trial.device)
-
-
-def _stepping(model: PreTrainedModel, cache: pod.PodCache, backend: str) -> Callable[[], object]:
-    token = torch.ones(2, 1, dtype=torch.long, device=model.device)
-
-    def step() -> None:
-        with forced(backend):
-            model(token, past_key_values=cache)
-
-    return step
 
 
 def _serving(trial: Trial) -> float:
@@ -343,10 +332,7 @@ def _serving(trial: Trial) -> float:
         _check(f"attention of {what}", found, truth, _errors(eager, truth))
         if not all(torch.equal(found, attend(trial.backend)) for _ in range(RUNS - 1)):
             raise Refused(f"attention of {what} differs from run to run")
-    torch.use_deterministic_algorithms(False)
-    ours, torchs = (lambda backend=backend: decoding(backend) for backend in (trial.backend, "composed"))
-    ours(), torchs()
-    return _ratio(ours, torchs, trial.device)
+    return _ratio(partial(decoding, trial.backend), partial(decoding, "composed"), trial.device)
 
 
 def report(trial: Trial) -> dict[str, Any]:
