@@ -26,7 +26,7 @@ Shapes: L layers, H_kv KV heads, G query heads per KV head, T tokens, N tokens o
 import argparse
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,31 +60,27 @@ class Repeats(Meter):
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.echo: list[Tensor] = []  # [H_kv] of each layer
-        self.induction: list[Tensor] = []
+        self.scores: list[Tensor] = []  # [2, H_kv] of each layer, echo and induction
 
     def begin(self, length: int, layers: int) -> bool:
         self.queries = torch.arange(length - (REPEATS - 1) * self.size, length)
         return True
 
     def enter(self, layer: int, seen: Seen) -> None:
-        echo = induction = 0.0
-        for at in self.queries.to(seen.hidden_states.device).split(_QUERIES):
-            weights = _weights(seen, at)  # [H_kv, G, q, T]
+        sums = [0.0, 0.0]
+        for at, weights in _weights(seen, self.queries):
             before = at[:, None] - self.size * torch.arange(1, REPEATS, device=at.device)
             # The token itself is not earlier: with one token repeated, induction would look at it.
             for shift in (0, 1):
                 places = before + shift
                 counts = (before >= 0) & (places < at[:, None])
                 found = weights.gather(-1, places.clamp(min=0).expand(*weights.shape[:2], -1, -1))
-                found = (found * counts).sum(dim=(-1, -2)).double()
-                echo, induction = (echo + found, induction) if shift == 0 else (echo, induction + found)
-        for sums, scores in ((echo, self.echo), (induction, self.induction)):
-            scores.append((sums / len(self.queries)).amax(dim=1).cpu())
+                sums[shift] += (found * counts).sum(dim=(-1, -2)).double()
+        self.scores.append((torch.stack(sums) / len(self.queries)).amax(dim=-1).cpu())
 
     def result(self) -> dict[str, Tensor]:
         """`echo`, `induction` and `razor`, [L, H_kv] each."""
-        echo, induction = torch.stack(self.echo).float(), torch.stack(self.induction).float()
+        echo, induction = torch.stack(self.scores, dim=1).float()
         return {"echo": echo, "induction": induction, "razor": razor_order(echo, induction)}
 
 
@@ -100,9 +96,8 @@ def razor_order(echo: Tensor, induction: Tensor) -> Tensor:
     Returns:
         [L, H_kv] float32: 1 for the first, falling by 1 / (L * H_kv) from head to head.
     """
-    reached = []
-    for scores, share in ((induction, BY_INDUCTION), (echo, BY_ECHO)):
-        reached.append((ranks(-scores.flatten()) + 1) / share)
+    shares = (induction, BY_INDUCTION), (echo, BY_ECHO)
+    reached = [(ranks(-scores.flatten()) + 1) / share for scores, share in shares]
     return (1 - ranks(torch.minimum(*reached)) / echo.numel()).view(echo.shape).float()
 
 
@@ -122,9 +117,7 @@ class Reconstruction(Meter):
         return True
 
     def enter(self, layer: int, seen: Seen) -> None:
-        best = []
-        for at in self.queries.to(seen.hidden_states.device).split(_QUERIES):
-            best.append(_weights(seen, at)[..., SINKS : self.size].amax(dim=(1, 2, 3)))
+        best = [weights[..., SINKS : self.size].amax(dim=(1, 2, 3)) for _, weights in _weights(seen, self.queries)]
         self.scores.append(torch.stack(best).amax(dim=0).cpu())
 
     def result(self) -> dict[str, Tensor]:
@@ -152,7 +145,7 @@ class Directions(Meter):
 
     def enter(self, layer: int, seen: Seen) -> None:
         states = seen.project("q", self.at.to(seen.hidden_states.device))
-        self.queries[layer].append(states.unflatten(0, (_kv_heads(seen), -1)).cpu())
+        self.queries[layer].append(states.unflatten(0, (seen.module.config.num_key_value_heads, -1)).cpu())
 
     def result(self) -> dict[str, Tensor]:
         """`filters` [L, H_kv, D]."""
@@ -253,14 +246,11 @@ def check(text: str | None, measure: Sequence[str], **sizes: int) -> None:
         raise ValueError("kvzip and filters are measured on a text: give one (--text-file), or measure razor alone")
 
 
-def _kv_heads(seen: Seen) -> int:
-    return seen.module.config.num_key_value_heads
-
-
-def _weights(seen: Seen, at: Tensor) -> Tensor:
-    """[H_kv, G, q, T] attention weights of the queries at positions `at` [q], which are in order."""
-    logits = seen.logits(at, slice(None)).unflatten(1, (-1, len(at)))
-    return logits.masked_fill_(torch.arange(logits.shape[-1], device=at.device) > at[:, None], -torch.inf).softmax(-1)
+def _weights(seen: Seen, queries: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Positions [q] of some of the queries, which are in order, and their attention weights [H_kv, G, q, T]."""
+    for at in queries.to(seen.hidden_states.device).split(_QUERIES):
+        later = torch.arange(seen.hidden_states.shape[1], device=at.device) > at[:, None]
+        yield at, seen.logits(at, slice(None)).unflatten(1, (-1, len(at))).masked_fill_(later, -torch.inf).softmax(-1)
 
 
 @exit_status
