@@ -25,7 +25,7 @@ from transformers import TextStreamer
 
 from pod import eviction as methods
 from pod.cache import PodCache
-from pod.evaluation.command import add_eviction
+from pod.evaluation.command import add_cache, add_eviction
 from pod.evaluation.models import as_pod, asks_apart, dense_token_bytes, load, read_context
 from pod.evaluation.runner import Request, as_chat, question_at, question_tokens, tokenise
 from pod.evaluation.texts import read_text
@@ -172,40 +172,23 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=128, help="at most so many (128)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (0)")
     parser.add_argument("--seed", type=int, default=0, help="for sampling (0)")
-    parser.add_argument(
-        "--tau", type=float, help="gate from which layers that are no anchors leave distant tokens out, 0 to 1"
-    )
-    parser.add_argument(
-        "--quantization-bits", type=int, choices=(8, 4), help="of values and distant keys in the cache (as they come)"
-    )
-    what = "which tokens the cache keeps, such as snapkv:budget=256,window=16, one method after another"
-    add_eviction(parser, what=what)
+    add_cache(parser, "which tokens the cache keeps, such as snapkv:budget=256,window=16, one method after another")
     what = "what draft tokens read of the cache, such as quest:budget=256; all of it then verifies them"
     add_eviction(parser, "--draft", what, parse=lambda text: [methods.parse(text)], default=[None])
     parser.add_argument("--num-assistant-tokens", type=int, default=4, help="draft tokens in a round (4)")
     options = parser.parse_args(arguments)
     if options.ckpt is None or (options.prompt is None and options.prompt_file is None):
         parser.error("--ckpt and one of --prompt and --prompt-file are required")
-    chosen = options.eviction or [None]
-    quantization = None if options.quantization_bits is None else Quantization(bits=options.quantization_bits)
-    prompt = options.prompt if options.prompt is not None else read_text(options.prompt_file, "--prompt-file")
-    for method in chosen:
-        if len(chosen) > 1:
+    given = vars(options)
+    chosen, bits, file = (given.pop(name) for name in ("eviction", "quantization_bits", "prompt_file"))
+    given["quantization"] = None if bits is None else Quantization(bits=bits)
+    (given["draft"],) = given["draft"]
+    if file is not None:
+        given["prompt"] = read_text(file, "--prompt-file")
+    for method in chosen or [None]:
+        if len(chosen or []) > 1:
             print(f"\n{method}")
-        generate(
-            options.ckpt,
-            prompt,
-            options.max_new_tokens,
-            options.temperature,
-            options.seed,
-            method,
-            options.tau,
-            quantization,
-            options.question,
-            options.raw,
-            *options.draft,
-            options.num_assistant_tokens,
-        )
+        generate(**given, eviction=method)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \\
 import argparse
 import sys
 
-from pod.evaluation.command import add_eviction
+from pod.evaluation.command import add_cache
 from pod.serving.server import serve
 from pod.terminal import exit_status
 from pod_kernels import Quantization
@@ -23,15 +23,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--host", default="localhost", help="where to listen (localhost)")
     parser.add_argument("--port", type=int, default=8000, help="where to listen (8000)")
     parser.add_argument("--device", help="such as cpu or cuda:1 (the first GPU, where there is one)")
-    parser.add_argument(
-        "--tau", type=float, help="gate from which layers that are no anchors leave distant tokens out, 0 to 1"
-    )
-    parser.add_argument(
-        "--quantization-bits", type=int, choices=(8, 4), help="of values and distant keys in the cache (as they come)"
-    )
-    add_eviction(
-        parser, what="which tokens each request's cache keeps, such as snapkv:budget=256,window=16, one method"
-    )
+    add_cache(parser, "which tokens each request's cache keeps, such as snapkv:budget=256,window=16, one method")
     options = parser.parse_args(arguments)
     chosen = options.eviction or [None]
     if len(chosen) > 1:

@@ -103,3 +103,14 @@ def add_eviction(
         metavar="METHOD",
         help=f"{what}; several methods are separated by +; `list` shows all",
     )
+
+
+def add_cache(parser: argparse.ArgumentParser, what: str) -> None:
+    """Give a parser the options of one cache: `--tau`, `--quantization-bits`, and `--eviction`, `what` says of what."""
+    parser.add_argument(
+        "--tau", type=float, help="gate from which layers that are no anchors leave distant tokens out, 0 to 1"
+    )
+    parser.add_argument(
+        "--quantization-bits", type=int, choices=(8, 4), help="of values and distant keys in the cache (as they come)"
+    )
+    add_eviction(parser, what=what)
