@@ -70,26 +70,6 @@ def quiet() -> Iterator[None]:
                 logger.removeFilter(_is_no_noise)
 
 
-def as_command(main: Callable[..., int]) -> Callable[..., int]:
-    """A command's `main`, `quiet`, which Ctrl-C ends with one line and status 130, in the place of a traceback."""
-
-    @wraps(main)
-    def run(*arguments: list[str] | None) -> int:
-        try:
-            with quiet():
-                return main(*arguments)
-        except KeyboardInterrupt:
-            pass
-        except SystemExit as exit:
-            # Lightning catches the interrupt and exits with 1.
-            if not isinstance(exit.__context__, KeyboardInterrupt):
-                raise
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
-
-    return run
-
-
 def interrupt_ends_at_once() -> None:
     """Let Ctrl-C end this process as any kill may, with one line and status 130, and its workers with it.
 
@@ -109,14 +89,15 @@ def interrupt_ends_at_once() -> None:
 def exit_status(main: Callable[..., int | None]) -> Callable[..., int]:
     """`main` of a command, with an exit status: its own, 0 where it has none, or 2 after `error: ...` on stderr.
 
-    One whose training a signal stopped goes on when it is called again: its last line says so.
+    It runs `quiet`. One whose training a signal stopped goes on when it is called again: its last line says so. Ctrl-C
+    ends it with one line and status 130, in the place of a traceback.
     """
 
-    @as_command
     @wraps(main)
     def run(*arguments: Any) -> int:
         try:
-            return main(*arguments) or 0
+            with quiet():
+                return main(*arguments) or 0
         except (ValueError, OSError, ImportError) as error:
             # Other libraries' messages have several lines.
             print("error:", *map(str.strip, str(error).splitlines()), file=sys.stderr)
@@ -124,5 +105,13 @@ def exit_status(main: Callable[..., int | None]) -> Callable[..., int]:
         except Stopped as stopped:
             print(f"{stopped}; go on with: python {shlex.join(sys.orig_argv[1:])}", flush=True)
             return stopped.code
+        except KeyboardInterrupt:
+            pass
+        except SystemExit as exit:
+            # Lightning catches the interrupt and exits with 1.
+            if not isinstance(exit.__context__, KeyboardInterrupt):
+                raise
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
 
     return run

@@ -19,7 +19,7 @@ from pod.data.tokenizer import load_tokenizer
 from pod.evaluation import command
 from pod.evaluation.models import load
 from pod.evaluation.registry import EVALUATIONS, command_of
-from pod.terminal import Stopped, as_command, exit_status
+from pod.terminal import Stopped, exit_status
 from pod.training.base_model import first_config
 
 
@@ -35,9 +35,8 @@ def lightnings_exit(*arguments):
 
 
 @pytest.mark.parametrize("main", [interrupted, lightnings_exit])
-@pytest.mark.parametrize("wrapper", [as_command, exit_status])
-def test_an_interrupt_is_one_line(main, wrapper, capsys):
-    assert wrapper(main)([]) == 130
+def test_an_interrupt_is_one_line(main, capsys):
+    assert exit_status(main)([]) == 130
     assert capsys.readouterr().err == "interrupted\n"
 
 
@@ -77,9 +76,9 @@ def test_another_exit_is_left_alone():
         raise SystemExit(3)
 
     with pytest.raises(SystemExit) as ended:
-        as_command(leave)([])
+        exit_status(leave)([])
     assert ended.value.code == 3
-    assert as_command(lambda arguments: 4)([]) == 4
+    assert exit_status(lambda arguments: 4)([]) == 4
 
 
 def test_a_script_whose_training_was_stopped_says_how_to_go_on(capsys):
@@ -104,7 +103,7 @@ def test_noise_is_left_out_of_commands_alone(capsys, recwarn):
         warnings.warn("the loss is not finite", stacklevel=1)
         return 0
 
-    as_command(main)([])
+    exit_status(main)([])
     assert lines == ["the optimizer was changed"]
     assert [str(one.message) for one in recwarn] == ["the loss is not finite"]
     lines.clear()
