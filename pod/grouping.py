@@ -59,12 +59,9 @@ def by_saving(similarity: Tensor, kv_saving: float, method: str, streaming: Tens
 
 def by_damage(costs: Tensor, kv_saving: float, streaming: Tensor | None) -> Found:
     """As `LayerBlocks.for_damage`."""
-    costs = torch.as_tensor(costs).detach().to("cpu", torch.float64)
-    shape = tuple(costs.shape)
-    if len(shape) != 3 or shape[1] != shape[2] or 0 in shape:
-        raise ValueError(f"costs must be [kv_heads, layers, layers], got {list(shape)}")
-    num_kv_heads, num_layers, _ = shape
-    wrong = ~(costs >= 0) & torch.ones(shape[1:], dtype=torch.bool, device="cpu").triu(1)
+    costs = _tables_of("costs", costs)
+    num_kv_heads, num_layers, _ = costs.shape
+    wrong = ~(costs >= 0) & torch.ones(costs.shape[1:], dtype=torch.bool, device="cpu").triu(1)
     if wrong.any():
         head, anchor, layer = wrong.nonzero()[0].tolist()
         raise ValueError(
@@ -219,30 +216,29 @@ def _best_anchors(gains: Tensor, wanted: int) -> Tensor:
     return anchors
 
 
+def _tables_of(name: str, values: Tensor) -> Tensor:
+    """Check that values are [H_kv, L, L] and return them in float64 on the CPU."""
+    values = torch.as_tensor(values).detach().to("cpu", torch.float64)
+    shape = tuple(values.shape)
+    if len(shape) != 3 or shape[1] != shape[2] or 0 in shape:
+        raise ValueError(f"{name} must be [kv_heads, layers, layers], got {list(shape)}")
+    return values
+
+
 def _validated_similarity(similarity: Tensor) -> Tensor:
     """Check a similarity and return it as [H_kv, L, L] float64 on the CPU, within [0, 1]."""
-    similarity = torch.as_tensor(similarity).detach().to("cpu", torch.float64)
-    shape = tuple(similarity.shape)
-    if len(shape) != 3 or shape[1] != shape[2] or 0 in shape:
-        raise ValueError(f"similarity must be [kv_heads, layers, layers], got {list(shape)}")
-    if not similarity.isfinite().all():
-        head, row, column = (~similarity.isfinite()).nonzero()[0].tolist()
-        raise ValueError(
-            f"similarity must be finite, got {similarity[head, row, column].item()} for KV head {head}, "
-            f"layers {row} and {column}"
-        )
-    outside = (similarity < -SIMILARITY_TOLERANCE) | (similarity > 1 + SIMILARITY_TOLERANCE)
-    if outside.any():
-        head, row, column = outside.nonzero()[0].tolist()
-        raise ValueError(
-            f"similarity must be in [0, 1], got {similarity[head, row, column].item():g} for KV head {head}, "
-            f"layers {row} and {column}"
-        )
-    difference = (similarity - similarity.mT).abs()
-    if difference.max() > SIMILARITY_TOLERANCE:
-        head, row, column = (difference > SIMILARITY_TOLERANCE).nonzero()[0].tolist()
-        raise ValueError(
-            f"similarity must be symmetric, got {similarity[head, row, column].item():g} for KV head {head}, "
-            f"layers {row} and {column}, but {similarity[head, column, row].item():g} the other way round"
-        )
+    similarity = _tables_of("similarity", similarity)
+    wrong = {
+        "finite": ~similarity.isfinite(),
+        "in [0, 1]": (similarity < -SIMILARITY_TOLERANCE) | (similarity > 1 + SIMILARITY_TOLERANCE),
+        "symmetric": (similarity - similarity.mT).abs() > SIMILARITY_TOLERANCE,
+    }
+    for what, where in wrong.items():
+        if where.any():
+            head, row, column = where.nonzero()[0].tolist()
+            one, other = similarity[head, row, column].item(), similarity[head, column, row].item()
+            raise ValueError(
+                f"similarity must be {what}, got {one:g} for KV head {head}, layers {row} and {column}"
+                + f", but {other:g} the other way round" * (what == "symmetric")
+            )
     return similarity.clamp(0, 1)
