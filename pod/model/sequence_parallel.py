@@ -110,19 +110,14 @@ class SequenceShard:
             raise ValueError(f"expected whole sequences of {self.length} tokens, got {tuple(whole.shape)}")
         first = self.group.rank * self.chunk
         mine = whole[:, first : first + self.chunk]
-        if mine.shape[1] == self.chunk:
-            return mine
-        filling = whole.new_full((whole.shape[0], self.chunk - mine.shape[1], *whole.shape[2:]), fill)
-        return torch.cat([mine, filling], dim=1)
+        behind = (0, 0) * (whole.dim() - 2) + (0, self.chunk - mine.shape[1])
+        return torch.nn.functional.pad(mine, behind, value=fill)
 
     def kv_heads(self, num_kv_heads: int) -> range:
         """The model's KV heads that this rank computes: H_kv / P of them, or one."""
         size, rank = self.group.size, self.group.rank
-        if num_kv_heads >= size:
-            count = num_kv_heads // size
-            return range(rank * count, (rank + 1) * count)
-        head = rank * num_kv_heads // size
-        return range(head, head + 1)
+        first = rank * num_kv_heads // size
+        return range(first, first + max(num_kv_heads // size, 1))
 
     def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """All heads of this rank's tokens -> all tokens of this rank's heads.
