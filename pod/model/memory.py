@@ -431,29 +431,26 @@ class Inference:
     @property
     def _stored(self) -> tuple[float, int, float]:
         """(slots of a layer and KV head on average, slots of own proximal keys, bytes beside each of an anchor's)."""
-        # The last new token is never stored.
-        total = self.prompt + self.output - 1
-        near = self.sink_size + self.recent_size
-        method = self._method
+        total = self.prompt + self.output - 1  # the last new token is never stored
+        near, method = self._near, self._method
         if method is None:
-            return total, min(total, near + CROP_SLACK), 0
+            return total, near, 0
         if isinstance(method, ReadSelector):
             pages = method.index_width(self.shape.head_dim) * self.itemsize * method.pages(total)
-            return total, min(total, near + CROP_SLACK), pages / total
+            return total, near, pages / total
         if isinstance(method, ChainPolicy):
             slots = method.chain(self).slots
-            return slots, min(near, slots), 16 + (4 if hasattr(method, "gamma") else 0)
+            return slots, min(self.sink_size + self.recent_size, slots), 16 + (4 if hasattr(method, "gamma") else 0)
         kept = self.prompt if self.prompt <= method.threshold else method.budget
         headroom = total - self.prompt
         if method.when and method.query_aware:
             headroom = min(headroom, max(0, method.budget - kept) + method.when)
-            near -= CROP_SLACK
         slots = kept + headroom
-        return slots, min(slots, near + CROP_SLACK), 4 + (4 if method.scores_stay == "sum" else 0)
+        return slots, min(slots, near), 4 + (4 if method.scores_stay == "sum" else 0)
 
     @property
     def _near(self) -> int:
-        """Slots of the keys, and of the values, of a head that streams."""
+        """Slots of own proximal keys, and of the keys and of the values of a head that streams."""
         method = self._method
         evicts_at_steps = isinstance(method, Eviction) and method.when and method.query_aware
         near = self.sink_size + self.recent_size + (0 if evicts_at_steps else CROP_SLACK)
