@@ -610,13 +610,18 @@ def whole_number(name: str, value: Any, what: str, least: int | None = None) -> 
     Raises:
         ValueError: it is none, or too small.
     """
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = None
-    if number is None or isinstance(value, bool) or (least is not None and number < least):
+    number = _integer(value)
+    if number is None or (least is not None and number < least):
         raise ValueError(f"{name} must be {what}, a whole number; got {value!r}")
     return number
+
+
+def _integer(value: Any) -> int | None:
+    """The value as an integer; None of what is none, truth values among it."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
 
 
 def _validated_anchors(anchors: Tensor | Sequence[Sequence[int]]) -> Tensor:
@@ -669,11 +674,8 @@ def _items(value: Any, name: str) -> list[Any]:
 def _validated_row(layer: int, row: Any) -> list[int]:
     """The anchors of one layer as Python integers."""
     values = _items(row, f"anchors: layer {layer}")
-    for head, value in enumerate(values):
-        try:
-            if isinstance(value, bool):
-                raise TypeError
-            values[head] = operator.index(value)
-        except TypeError:
-            raise ValueError(f"layer {layer}, KV head {head}: the anchor must be an integer, got {value!r}") from None
-    return values
+    numbers = [_integer(value) for value in values]
+    if None in numbers:
+        head = numbers.index(None)
+        raise ValueError(f"layer {layer}, KV head {head}: the anchor must be an integer, got {values[head]!r}")
+    return numbers
