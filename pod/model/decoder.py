@@ -621,14 +621,11 @@ class PodForCausalLM(Capabilities):
                 input_ids, logits_processor, stopping_criteria, generation_config, *args, **kwargs
             )
 
-    def _get_candidate_generator(
-        self, generation_config, input_ids, inputs_tensor, logits_processor, model_kwargs, *args, **kwargs
-    ) -> CandidateGenerator:
-        if self._draft is not None:
-            return SelfDraft(self, input_ids, generation_config, logits_processor, model_kwargs)
-        return super()._get_candidate_generator(
-            generation_config, input_ids, inputs_tensor, logits_processor, model_kwargs, *args, **kwargs
-        )
+    def _get_candidate_generator(self, **options) -> CandidateGenerator:
+        if self._draft is None:
+            return super()._get_candidate_generator(**options)
+        names = ("input_ids", "generation_config", "logits_processor", "model_kwargs")
+        return SelfDraft(self, *(options[name] for name in names))
 
     def prepare_inputs_for_generation(self, input_ids, next_sequence_length=None, inputs_embeds=None, **kwargs):
         # `generate` looks for inputs_embeds in the signature.
