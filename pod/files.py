@@ -184,10 +184,8 @@ def check_writable(folder: str | os.PathLike[str]) -> None:
     except FileExistsError:
         raise NotADirectoryError(errno.ENOTDIR, "is a file, wanted a folder", str(folder)) from None
     finally:
-        try:
+        with suppress(OSError):  # what was wrong is on its way already
             probe.unlink(missing_ok=True)
-        except OSError:
-            pass  # what was wrong is on its way already
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:

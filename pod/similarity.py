@@ -317,13 +317,11 @@ def _plot(
             f"{[num_layers, num_heads]}"
         )
     require("train", "matplotlib", what="a picture of the similarity")
-    # Figure and canvas without pyplot: needs no display and leaves the caller's backend alone.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    # A figure without pyplot: needs no display and leaves the caller's backend alone.
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
 
     figure = Figure(figsize=(6.0, 5.0), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     shown = values.detach().float().mean(0).cpu().numpy()
     limits = {"vmin": 0.0, "vmax": 1.0} if scale == "linear" else {"norm": "log"} if shown.any() else {}
