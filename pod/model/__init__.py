@@ -3,7 +3,7 @@
 inputs.py             padding and packed documents read off a call; what is refused
 placement.py          a model on several devices: device maps that cut no block
 offload.py            activations kept in the CPU's memory
-decoder.py            attention with running anchors, layer, stack and causal LM, mixed into every family's
+decoder.py            attention with running anchors and layer of all families; stack and causal LM, mixed into theirs
 families.py           the families: each one's config and classes; convert
 adapter.py            a model by name, with an adapter on top: load
 graph.py              one CUDA graph for the decode steps of a generate call

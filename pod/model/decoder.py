@@ -1,4 +1,4 @@
-"""PoD models: attention, decoder layer, decoder stack and causal LM of all families, mixed into the family's classes.
+"""PoD models: attention and decoder layer of all families, decoder stack and causal LM, mixed into a family's classes.
 
 Legend: B rows, T tokens, H query heads, H_kv KV heads, G = H / H_kv, D head dimension.
 
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.generation import CandidateGenerator, GenerationMixin
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -52,13 +53,13 @@ CHANGING_ROPES = ("dynamic", "longrope")  # kinds of RoPE scaling whose frequenc
 Anchors = tuple[Tensor | None, ...]  # (query group or value, key) of KV head 0, of KV head 1, ...
 
 
-class PodAttention:
+class PodAttention(nn.Module):
     """Self-attention whose distant logits come from the block's anchor layer (PoD, arXiv 2412.02252, Eq. 3 and 4).
 
     Under `share: kv` it is cross-layer attention (arXiv 2405.12981): plain causal attention to the anchor's keys and
     values. A layer without anchors then never uses its projections to keys and values (`unused_parameters`).
 
-    Mixed into a family's attention, whose projections and norms it uses.
+    A family's attention becomes one, with the projections and norms that it has (`PodModel.become_pod`).
     """
 
     def plan(self, blocks: LayerBlocks) -> None:
@@ -207,8 +208,8 @@ class PodAttention:
         return tuple(following)
 
 
-class PodDecoderLayer:
-    """A pre-norm decoder layer that takes the running anchors and hands them on; mixed into a family's layer.
+class PodDecoderLayer(GradientCheckpointingLayer):
+    """A pre-norm decoder layer that takes the running anchors and hands them on; a family's layer becomes one.
 
     Attributes:
         mlp_tiles: in training, the MLP runs on so many parts of the tokens, one after the other, and each part again
@@ -276,15 +277,14 @@ class PodModel(Capabilities):
     """The decoder stack; mixed into a family's base model.
 
     Class attributes:
-        pod_layer, pod_attention: what the family's decoder layers and their attention become.
+        pod_attention: what the attention of the family's decoder layers becomes.
 
     Attributes:
         offload_checkpoints: with gradient checkpointing, what is kept for each layer's recomputation (hidden states and
             anchors) waits in the CPU's memory.
     """
 
-    pod_layer: type[nn.Module]
-    pod_attention: type[nn.Module]
+    pod_attention = PodAttention
     offload_checkpoints = False
 
     def __init__(self, config: PreTrainedConfig) -> None:
@@ -298,11 +298,11 @@ class PodModel(Capabilities):
         double the time and memory of loading.
         """
         for layer in self.layers:
-            layer.__class__ = self.pod_layer
+            layer.__class__ = PodDecoderLayer
             layer.self_attn.__class__ = self.pod_attention
             layer.self_attn.plan(self.config.blocks)
         self._made_by = copy.deepcopy(self.config.fixed())
-        self._no_split_modules = {self.pod_layer.__name__}
+        self._no_split_modules = {PodDecoderLayer.__name__}
 
     def forward(
         self,
@@ -485,7 +485,7 @@ class PodForCausalLM(Capabilities):
         super().__init__(config)
         self.model.__class__ = self.pod_base
         self.model.become_pod()
-        self.pod_layer, self._no_split_modules = self.pod_base.pod_layer, self.model._no_split_modules
+        self._no_split_modules = self.model._no_split_modules
 
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length

@@ -1,6 +1,6 @@
 """The model families: each one's classes with PoD mixed in, and `convert`, which turns a Hugging Face LLM into one.
 
-A further family takes a config, four classes and an entry in `FAMILIES`, when its attention is q, k, v projections,
+A further family takes a config, two classes and an entry in `FAMILIES`, when its attention is q, k, v projections,
 optional q/k norm, RoPE and an output projection, and its layer is the usual pre-norm pair.
 docs/NEW_FAMILY.md walks through Phi-3, whose projections are one matrix.
 """
@@ -32,15 +32,10 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3Model,
 )
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
-from transformers.models.mistral.modeling_mistral import MistralAttention, MistralDecoderLayer
-from transformers.models.phi3.modeling_phi3 import Phi3Attention, Phi3DecoderLayer
-from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2DecoderLayer
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer
 
 from pod.blocks import LayerBlocks, PodConfigMixin, check_sizes
 from pod.files import opening
-from pod.model.decoder import PodAttention, PodDecoderLayer, PodForCausalLM, PodModel
+from pod.model.decoder import PodAttention, PodForCausalLM, PodModel
 from pod.model.inputs import check_devices
 from pod.model.weights import load_causal_lm
 
@@ -95,20 +90,10 @@ class PodQwen3Config(PodConfigMixin, Qwen3Config):
     model_type = "pod_qwen3"
 
 
-class PodLlamaAttention(PodAttention, LlamaAttention):
-    """Llama's attention with shared distant scores."""
-
-
-class PodLlamaDecoderLayer(PodDecoderLayer, LlamaDecoderLayer):
-    """Llama's decoder layer with running anchors."""
-
-
 class PodLlamaModel(PodModel, LlamaModel):
     """Llama's decoder stack with running anchors."""
 
     config: PodLlamaConfig
-    pod_layer = PodLlamaDecoderLayer
-    pod_attention = PodLlamaAttention
 
 
 class PodLlamaForCausalLM(PodForCausalLM, LlamaForCausalLM):
@@ -118,20 +103,10 @@ class PodLlamaForCausalLM(PodForCausalLM, LlamaForCausalLM):
     pod_base = PodLlamaModel
 
 
-class PodMistralAttention(PodAttention, MistralAttention):
-    """Mistral's attention with shared distant scores."""
-
-
-class PodMistralDecoderLayer(PodDecoderLayer, MistralDecoderLayer):
-    """Mistral's decoder layer with running anchors."""
-
-
 class PodMistralModel(PodModel, MistralModel):
     """Mistral's decoder stack with running anchors."""
 
     config: PodMistralConfig
-    pod_layer = PodMistralDecoderLayer
-    pod_attention = PodMistralAttention
 
 
 class PodMistralForCausalLM(PodForCausalLM, MistralForCausalLM):
@@ -141,7 +116,7 @@ class PodMistralForCausalLM(PodForCausalLM, MistralForCausalLM):
     pod_base = PodMistralModel
 
 
-class PodPhi3Attention(PodAttention, Phi3Attention):
+class PodPhi3Attention(PodAttention):
     """Phi-3's attention with shared distant scores."""
 
     def project(self, hidden_states: Tensor, has_keys: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -152,15 +127,10 @@ class PodPhi3Attention(PodAttention, Phi3Attention):
         return (q, k, v) if has_keys else (q, None, None)
 
 
-class PodPhi3DecoderLayer(PodDecoderLayer, Phi3DecoderLayer):
-    """Phi-3's decoder layer with running anchors."""
-
-
 class PodPhi3Model(PodModel, Phi3Model):
     """Phi-3's decoder stack with running anchors."""
 
     config: PodPhi3Config
-    pod_layer = PodPhi3DecoderLayer
     pod_attention = PodPhi3Attention
 
 
@@ -171,20 +141,10 @@ class PodPhi3ForCausalLM(PodForCausalLM, Phi3ForCausalLM):
     pod_base = PodPhi3Model
 
 
-class PodQwen2Attention(PodAttention, Qwen2Attention):
-    """Qwen2's attention with shared distant scores."""
-
-
-class PodQwen2DecoderLayer(PodDecoderLayer, Qwen2DecoderLayer):
-    """Qwen2's decoder layer with running anchors."""
-
-
 class PodQwen2Model(PodModel, Qwen2Model):
     """Qwen2's decoder stack with running anchors."""
 
     config: PodQwen2Config
-    pod_layer = PodQwen2DecoderLayer
-    pod_attention = PodQwen2Attention
 
 
 class PodQwen2ForCausalLM(PodForCausalLM, Qwen2ForCausalLM):
@@ -194,20 +154,10 @@ class PodQwen2ForCausalLM(PodForCausalLM, Qwen2ForCausalLM):
     pod_base = PodQwen2Model
 
 
-class PodQwen3Attention(PodAttention, Qwen3Attention):
-    """Qwen3's attention with shared distant scores."""
-
-
-class PodQwen3DecoderLayer(PodDecoderLayer, Qwen3DecoderLayer):
-    """Qwen3's decoder layer with running anchors."""
-
-
 class PodQwen3Model(PodModel, Qwen3Model):
     """Qwen3's decoder stack with running anchors."""
 
     config: PodQwen3Config
-    pod_layer = PodQwen3DecoderLayer
-    pod_attention = PodQwen3Attention
 
 
 class PodQwen3ForCausalLM(PodForCausalLM, Qwen3ForCausalLM):

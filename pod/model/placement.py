@@ -45,7 +45,7 @@ def place(model: PreTrainedModel, device_map: MutableMapping[str, Any]) -> None:
     Raises:
         ValueError: it cuts a block, or is to be changed and no border may lie anywhere.
     """
-    names = [name for name, module in model.named_modules() if isinstance(module, model.pod_layer)]
+    names = [name for name, module in model.named_modules() if type(module).__name__ in model._no_split_modules]
     placed = [_placed(name, device_map) for name in names]
     main = next(iter(set(device_map.values()) - set(OFFLOADED)), "cpu")  # as accelerate chooses it
     runs = [main if device in OFFLOADED else device for device in placed]
