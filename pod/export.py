@@ -252,20 +252,22 @@ def _export(ckpt: Path, out: Path, dtype: torch.dtype | None, adapter: bool, pus
     if base is None:
         checkpoint, file = load_checkpoint(ckpt)
         trained, run, step = checkpoint["hyper_parameters"]["model"], file.parent.parent, int(checkpoint["global_step"])
-        base = trained["base"]
-        write = partial(_write_adapter if adapter else _write_model, checkpoint, run)
+        base, make = trained["base"], partial(rebuild, checkpoint)
         said = step, *measured(run, step), data_of(run), adapter, trained.get("load_in_4bit", False)
     elif adapter:
         raise ValueError(f"{ckpt} is an adapter already: without --adapter it is added to its base, {base}")
     else:
-        write = partial(_write_sum, base, ckpt)
+        run, make = ckpt, lambda dtype: load(base, ckpt, dtype or "auto")
         said = "that of the adapter", {}, 0, (f"that of the adapter, {ckpt.name}", [])
     _check_apart(out, {} if base is None else {"the model that was trained": Path(base)})
     aside = out.with_name(f".{out.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)
     try:
         with naming(out):
-            model = write(aside, out, dtype)
+            if adapter:
+                model = _write_adapter(checkpoint, run, aside, dtype)
+            else:
+                model = _write_model(make(dtype), tokenizer_of(run, base), aside, f"{base or run}: {out}")
             card = model_card(model, out if push is None else Path(push), base, *said)
             (aside / "README.md").write_text(card, encoding="utf-8")
             write_sums(aside)
@@ -278,16 +280,7 @@ def _export(ckpt: Path, out: Path, dtype: torch.dtype | None, adapter: bool, pus
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _write_model(checkpoint: dict, run: Path, aside: Path, out: Path, dtype: torch.dtype | None) -> PreTrainedModel:
-    base = checkpoint["hyper_parameters"]["model"]["base"]
-    return _written(rebuild(checkpoint, dtype), tokenizer_of(run, base), aside, f"{base or run}: {out}")
-
-
-def _write_sum(base: str, adapter: Path, aside: Path, out: Path, dtype: torch.dtype | None) -> PreTrainedModel:
-    return _written(load(base, adapter, dtype or "auto"), tokenizer_of(adapter, base), aside, f"{base}: {out}")
-
-
-def _written(
+def _write_model(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, aside: Path, whose: str
 ) -> PreTrainedModel:
     if tokenizer is not None:
@@ -301,7 +294,7 @@ def _written(
     return model
 
 
-def _write_adapter(checkpoint: dict, run: Path, aside: Path, out: Path, dtype: torch.dtype | None) -> PreTrainedModel:
+def _write_adapter(checkpoint: dict, run: Path, aside: Path, dtype: torch.dtype | None) -> PreTrainedModel:
     hparams = checkpoint["hyper_parameters"]
     trained, lora = hparams["model"], hparams["lora"]
     if not lora.get("rank"):
