@@ -16,20 +16,15 @@ class PodConfigCheck(VerifyAndUpdateConfig):
         Raises:
             ValueError: names the setting, and what to write instead.
         """
-        config, cache, parallel = (
-            vllm_config.model_config.hf_config,
-            vllm_config.cache_config,
-            vllm_config.parallel_config,
-        )
+        config, parallel = vllm_config.model_config.hf_config, vllm_config.parallel_config
         if config.tau is not None:
             raise ValueError(
                 f"tau={config.tau}: vLLM serves PoD models without early skip; "
                 "give it --hf-overrides '{\"tau\": null}'"
             )
-        if cache.cache_dtype not in ("auto", str(vllm_config.model_config.dtype).removeprefix("torch.")):
-            raise ValueError(
-                f"--kv-cache-dtype {cache.cache_dtype}: a PoD model's cache is in the model's own type; leave it out"
-            )
+        dtype = vllm_config.cache_config.cache_dtype
+        if dtype not in ("auto", str(vllm_config.model_config.dtype).removeprefix("torch.")):
+            raise ValueError(f"--kv-cache-dtype {dtype}: a PoD model's cache is in the model's own type; leave it out")
         if parallel.pipeline_parallel_size > 1:
             raise ValueError(
                 f"--pipeline-parallel-size {parallel.pipeline_parallel_size}: the layers of a block share keys, so "
