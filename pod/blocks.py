@@ -537,15 +537,13 @@ class PodConfigMixin:
         Raises:
             ValueError: names the field, what it was and what it is.
         """
-        now = self.fixed()
-        if now == made_by:
-            return
-        name, was, value = next(one for one in zip(FIXED, made_by, now, strict=True) if one[1] != one[2])
-        raise ValueError(
-            f"config.{name} was changed in place: {what} was made with {was}, and it is {value} now. Set it back, or "
-            "make another: pod.convert(model, blocks, sink_size, recent_size, share), which shares the weights, and "
-            "pod.PodCache(model.config)"
-        )
+        for name, was, now in zip(FIXED, made_by, self.fixed(), strict=True):
+            if now != was:
+                raise ValueError(
+                    f"config.{name} was changed in place: {what} was made with {was}, and it is {now} now. Set it "
+                    "back, or make another: pod.convert(model, blocks, sink_size, recent_size, share), which shares "
+                    "the weights, and pod.PodCache(model.config)"
+                )
 
     def __post_init__(self, **kwargs) -> None:
         if self.head_dim is None:  # some families compute it in their attention only
