@@ -22,45 +22,41 @@ Found = tuple[Tensor, dict[str, Any]]
 
 def by_threshold(similarity: Tensor, threshold: float, streaming: Tensor | None) -> Found:
     """As `LayerBlocks.from_similarity`."""
-    similarity = _without(_validated_similarity(similarity), streaming)
+    similarity, streaming = _without(_validated_similarity(similarity), streaming)
     threshold = float(threshold)
     if not 0 <= threshold <= 1:
         raise ValueError(
             f"threshold must be in [0, 1], got {threshold:g}; for blocks of one layer use LayerBlocks.dense"
         )
-    candidates = torch.tensor([threshold], dtype=torch.float64, device="cpu")
-    anchors = torch.cat(list(_greedy_anchors(similarity, candidates)))
-    return _streamed(anchors, streaming), {"threshold": threshold}
+    return _greedy(similarity, threshold, streaming)
 
 
 def by_saving(similarity: Tensor, kv_saving: float, method: str, streaming: Tensor | None) -> Found:
     """As `LayerBlocks.for_saving`."""
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
-    similarity = _without(_validated_similarity(similarity), streaming)
-    num_kv_heads, num_layers, _ = similarity.shape
-    wanted = _wanted(kv_saving, num_layers, num_kv_heads, streaming)
+    similarity, streaming = _without(_validated_similarity(similarity), streaming)
+    num_layers = len(streaming)
+    wanted = _wanted(kv_saving, streaming)
     if wanted == 0:
-        return _streamed(_dense(num_layers, num_kv_heads), streaming), {}
+        return _dense(streaming), {}
     lower = torch.ones(num_layers, num_layers, dtype=torch.bool, device="cpu").tril(-1)
     candidates = similarity[:, lower].unique()  # [C], ascending
     candidates = candidates[candidates.isfinite()]
     if method != "greedy":
         worst = _largest_worst(similarity, candidates, wanted) if method == "worst" else 0.0
         anchors = _best_anchors(_gains(similarity, worst), wanted)
-        return _streamed(anchors, streaming), {"method": method}
+        return anchors.masked_fill(streaming, STREAMS), {"method": method}
     shared = torch.zeros(len(candidates), dtype=torch.int64, device="cpu")
     for layer, anchors in enumerate(_greedy_anchors(similarity, candidates)):
         shared += (anchors != layer).sum(dim=-1)
     threshold = candidates[(shared >= wanted).nonzero()[-1, 0]].item()
-    anchors = torch.cat(list(_greedy_anchors(similarity, candidates.new_tensor([threshold]))))
-    return _streamed(anchors, streaming), {"threshold": threshold}
+    return _greedy(similarity, threshold, streaming)
 
 
 def by_damage(costs: Tensor, kv_saving: float, streaming: Tensor | None) -> Found:
     """As `LayerBlocks.for_damage`."""
     costs = _tables_of("costs", costs)
-    num_kv_heads, num_layers, _ = costs.shape
     wrong = ~(costs >= 0) & torch.ones(costs.shape[1:], dtype=torch.bool, device="cpu").triu(1)
     if wrong.any():
         head, anchor, layer = wrong.nonzero()[0].tolist()
@@ -68,20 +64,27 @@ def by_damage(costs: Tensor, kv_saving: float, streaming: Tensor | None) -> Foun
             f"costs must be at least 0, got {costs[head, anchor, layer].item():g} for KV head {head}, layer "
             f"{layer} with the scores of layer {anchor}"
         )
-    wanted = _wanted(kv_saving, num_layers, num_kv_heads, streaming)
+    gains, streaming = _without(-costs, streaming)
+    gains, wanted = gains.triu(1), _wanted(kv_saving, streaming)
     if wanted == 0:
-        return _streamed(_dense(num_layers, num_kv_heads), streaming), {}
-    gains = _without(-costs.triu(1), streaming).triu(1)
+        return _dense(streaming), {}
     if (most := _most_shared(gains)) < wanted:
         raise ValueError(
             f"kv_saving={kv_saving:g} is more than these costs can give: where none is inf, the maximum is "
-            f"{most / (2 * _storing(num_layers, num_kv_heads, streaming)):.4f}"
+            f"{most / (2 * int((~streaming).sum())):.4f}"
         )
-    return _streamed(_best_anchors(gains, wanted), streaming), {"method": "damage"}
+    return _best_anchors(gains, wanted).masked_fill(streaming, STREAMS), {"method": "damage"}
 
 
-def _dense(num_layers: int, num_kv_heads: int) -> Tensor:
-    return torch.arange(num_layers, device="cpu")[:, None].expand(num_layers, num_kv_heads)
+def _dense(streaming: Tensor) -> Tensor:
+    """Anchors of blocks of one layer, none where a head streams."""
+    return torch.arange(len(streaming), device="cpu")[:, None].where(~streaming, STREAMS)
+
+
+def _greedy(similarity: Tensor, threshold: float, streaming: Tensor) -> Found:
+    """Algorithm 1 for one threshold."""
+    anchors = torch.cat(list(_greedy_anchors(similarity, similarity.new_tensor([threshold]))))
+    return anchors.masked_fill(streaming, STREAMS), {"threshold": threshold}
 
 
 def _greedy_anchors(similarity: Tensor, thresholds: Tensor) -> Iterator[Tensor]:
@@ -101,43 +104,37 @@ def _greedy_anchors(similarity: Tensor, thresholds: Tensor) -> Iterator[Tensor]:
         yield anchors
 
 
-def _without(tables: Tensor, streaming: Tensor | None) -> Tensor:
-    """[H_kv, L, L] similarities or gains, -inf with a layer in which the head streams: no block takes it in."""
+def _without(tables: Tensor, streaming: Tensor | None) -> tuple[Tensor, Tensor]:
+    """[H_kv, L, L] similarities or gains, -inf with a layer in which the head streams: no block takes it in.
+
+    And which ones these are, [L, H_kv] bool on the CPU.
+    """
+    shape = [tables.shape[1], tables.shape[0]]
     if streaming is None:
-        return tables
-    if tuple(streaming.shape) != (tables.shape[1], tables.shape[0]) or streaming.dtype != torch.bool:
+        streaming = torch.zeros(shape, dtype=torch.bool)
+    if list(streaming.shape) != shape or streaming.dtype != torch.bool:
         raise ValueError(
-            f"streaming must be [layers, kv_heads] = {[tables.shape[1], tables.shape[0]]} truth values, got "
-            f"{list(streaming.shape)} of {streaming.dtype}"
+            f"streaming must be [layers, kv_heads] = {shape} truth values, got {list(streaming.shape)} of "
+            f"{streaming.dtype}"
         )
-    heads = streaming.t().cpu()
-    return tables.masked_fill(heads[:, :, None] | heads[:, None], -torch.inf)
+    streaming = streaming.cpu()
+    heads = streaming.t()
+    return tables.masked_fill(heads[:, :, None] | heads[:, None], -torch.inf), streaming
 
 
-def _streamed(anchors: Tensor, streaming: Tensor | None) -> Tensor:
-    """The anchors [L, H_kv], none where a head streams."""
-    return anchors if streaming is None else anchors.masked_fill(streaming.cpu(), STREAMS)
-
-
-def _storing(num_layers: int, num_kv_heads: int, streaming: Tensor | None) -> int:
-    """How many of the layers' KV heads do not stream."""
-    return num_layers * num_kv_heads - (0 if streaming is None else int(streaming.sum()))
-
-
-def _wanted(kv_saving: float, num_layers: int, num_kv_heads: int, streaming: Tensor | None = None) -> int:
+def _wanted(kv_saving: float, streaming: Tensor) -> int:
     """The least number of layers, over all KV heads, that must share to save so much of what does not stream."""
     kv_saving = float(kv_saving)
     if not 0 <= kv_saving <= 0.5:
         raise ValueError(f"kv_saving must be in [0, 0.5], got {kv_saving:g}: only keys are shared, half of the cache")
+    stores = ~streaming
+    pairs = max(1, 2 * int(stores.sum()))
     # One block per head is the most that there is; a layer that streams is between two.
-    pairs = max(1, 2 * _storing(num_layers, num_kv_heads, streaming))
-    most = (num_layers - 1) * num_kv_heads
-    if streaming is not None:
-        most = int((~streaming[1:] & ~streaming[:-1]).sum())
+    most = int((stores[1:] & stores[:-1]).sum())
     if kv_saving > (maximum := most / pairs):
         raise ValueError(
-            f"kv_saving={kv_saving:g} is more than this model can give: with {num_layers} layers the maximum is "
-            f"{maximum:.4f} (one block per KV head{'' if streaming is None else ', none where heads stream'})"
+            f"kv_saving={kv_saving:g} is more than this model can give: with {len(stores)} layers the maximum is "
+            f"{maximum:.4f} (one block per KV head{', none where heads stream' if streaming.any() else ''})"
         )
     return next(count for count in range(pairs + 1) if count / pairs >= kv_saving)
 

@@ -185,6 +185,13 @@ def test_a_threshold_groups_the_others_too():
         pod.LayerBlocks.from_similarity(torch.ones(KV_HEADS, LAYERS, LAYERS), 0.5, streaming.t())
 
 
+def test_damage_of_heads_of_another_shape_is_refused():
+    streaming = torch.zeros(KV_HEADS, LAYERS, dtype=torch.bool)
+    for wrong in (streaming, streaming.t().float()):
+        with pytest.raises(ValueError, match=r"streaming must be \[layers, kv_heads\] = \[5, 2\] truth values"):
+            pod.LayerBlocks.for_damage(torch.ones(KV_HEADS, LAYERS, LAYERS), 0.1, wrong)
+
+
 def test_a_file_says_which_heads_stream_and_old_code_refuses_it(tmp_path):
     blocks = pod.LayerBlocks([[0, -1], [0, 1], [-1, 1]], {"streaming": 0.3})
     blocks.save(tmp_path / "blocks.json")
