@@ -31,7 +31,6 @@ import torch
 from torch import Tensor, nn
 
 from pod.extras import require
-from pod.files import replacing
 from pod.model.probe import Meter, Seen, watch
 
 if TYPE_CHECKING:
@@ -317,16 +316,16 @@ def _plot(
             f"{[num_layers, num_heads]}"
         )
     require("train", "matplotlib", what="a picture of the similarity")
-    # A figure without pyplot: needs no display and leaves the caller's backend alone.
-    from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
 
-    figure = Figure(figsize=(6.0, 5.0), layout="constrained")
-    axes = figure.add_subplot()
+    from pod.evaluation.report import figure, save_figure
+
+    picture = figure(6.0, 5.0)
+    axes = picture.add_subplot()
     shown = values.detach().float().mean(0).cpu().numpy()
     limits = {"vmin": 0.0, "vmax": 1.0} if scale == "linear" else {"norm": "log"} if shown.any() else {}
     image = axes.imshow(shown if scale == "linear" else shown.T, origin="lower", **limits)
-    figure.colorbar(image, ax=axes, label=label)
+    picture.colorbar(image, ax=axes, label=label)
     axes.set(xlabel="layer", ylabel="layer", title=f"{title}, mean over KV heads")
     if scale == "log":
         axes.set(xlabel="layer whose scores are taken", ylabel="layer that takes them")
@@ -335,8 +334,7 @@ def _plot(
     for first, size in _common_blocks(blocks.anchors) if blocks is not None else []:
         box = Rectangle((first - 0.5, first - 0.5), size, size, fill=False, edgecolor="red", linewidth=1.5)
         axes.add_patch(box)
-    with replacing(path) as aside:
-        figure.savefig(aside, format=Path(path).suffix[1:], dpi=150)
+    save_figure(picture, Path(path), dpi=150)
 
 
 def _common_blocks(anchors: Tensor) -> list[tuple[int, int]]:
