@@ -14,6 +14,7 @@ import re
 import shutil
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -176,16 +177,12 @@ def check_writable(folder: str | os.PathLike[str]) -> None:
     Raises:
         OSError: it cannot; names the folder or the file.
     """
-    probe = Path(folder) / f".probe.{os.getpid()}.tmp"
     try:
-        probe.parent.mkdir(parents=True, exist_ok=True)
-        with naming(probe.parent):
-            probe.write_bytes(b"probe")
+        Path(folder).mkdir(parents=True, exist_ok=True)
     except FileExistsError:
         raise NotADirectoryError(errno.ENOTDIR, "is a file, wanted a folder", str(folder)) from None
-    finally:
-        with suppress(OSError):  # what was wrong is on its way already
-            probe.unlink(missing_ok=True)
+    with naming(folder), tempfile.TemporaryFile(dir=folder) as probe:
+        probe.write(b"probe")
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
