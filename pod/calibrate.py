@@ -199,14 +199,19 @@ def calibrate(
     check(text, measure, repeated=repeated, length=length, samples=samples, queries=queries)
     config, tensors, made = model.config, {}, {}
     most = config.max_position_embeddings
+
+    def run(name: str, texts: Sequence[Tensor], meter: Repeats | Reconstruction | Directions, **how: int) -> None:
+        watch(model, texts, [meter], name, progress)
+        found = meter.result()
+        tensors.update(found)
+        made.update(dict.fromkeys(found, how))
+
     if "razor" in measure:
         size = min(repeated, (most - 1) // REPEATS)
         ids = torch.randint(config.vocab_size, (size,), generator=torch.Generator().manual_seed(0)).repeat(REPEATS)
         first = [] if config.bos_token_id is None else [config.bos_token_id]
-        meter = Repeats(size)
-        watch(model, [torch.cat([torch.tensor(first, dtype=torch.long), ids])[None]], [meter], "razor", progress)
-        tensors |= meter.result()
-        made |= {name: {"repeated": size, "repeats": REPEATS} for name in ("echo", "induction", "razor")}
+        sample = torch.cat([torch.tensor(first, dtype=torch.long), ids])[None]
+        run("razor", [sample], Repeats(size), repeated=size, repeats=REPEATS)
     if set(measure) <= {"razor"}:
         return tensors, made
     ids = token_ids(tokenizer, text)[None]
@@ -215,18 +220,13 @@ def calibrate(
         size = min(length, ids.shape[1], (most - request.shape[1]) // 2)
         if size <= SINKS:
             raise ValueError(f"kvzip needs a text of more than {SINKS} tokens and room to repeat it, got {size}")
-        meter = Reconstruction(size)
-        watch(model, [torch.cat([ids[:, :size], request, ids[:, :size]], dim=1)], [meter], "kvzip", progress)
-        tensors |= meter.result()
-        made["kvzip"] = {"tokens": size}
+        sample = torch.cat([ids[:, :size], request, ids[:, :size]], dim=1)
+        run("kvzip", [sample], Reconstruction(size), tokens=size)
     if "filters" in measure:
         size = min(length, ids.shape[1], most)
-        parts = ids[:, : samples * size].split(size, dim=1)
-        parts = [part for part in parts if part.shape[1] == size]
+        parts = [part for part in ids[:, : samples * size].split(size, dim=1) if part.shape[1] == size]
         meter = Directions(len(parts), queries)
-        watch(model, parts, [meter], "filters", progress)
-        tensors |= meter.result()
-        made["filters"] = {"samples": len(parts), "tokens": size, "queries": min(size, meter.each) * len(parts)}
+        run("filters", parts, meter, samples=len(parts), tokens=size, queries=min(size, meter.each) * len(parts))
     return tensors, made
 
 
