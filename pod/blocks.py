@@ -474,8 +474,6 @@ class LayerBlocks:
         axes.yaxis.set_major_locator(MaxNLocator(nbins=16, integer=True))
         if dots:
             axes.scatter(*zip(*dots, strict=True), s=14, color="black", zorder=3)
-        axes.set_xlim(-0.5, self.num_layers - 0.5)
-        axes.set_ylim(self.num_kv_heads - 0.5, -0.5)
         streams = "; white: streams" if self.is_streaming.any() else ""
         axes.set_xlabel(f"layer (dot: anchor; grey: block of one layer{streams})")
         axes.set_ylabel("KV head")

@@ -189,9 +189,7 @@ def model_card(
         data=data[0],
         step=step,
         saving=config.kv_saving if shares else 0.0,
-        sink_size=getattr(config, "sink_size", "-"),
-        recent_size=getattr(config, "recent_size", "-"),
-        share=getattr(config, "share", "-"),
+        **{name: getattr(config, name, "-") for name in ("sink_size", "recent_size", "share")},
         measured="\n".join(
             f"| {key}, on held-out samples at step {measured_at} | {value:.4f} |" for key, value in metrics.items()
         ),

@@ -142,7 +142,7 @@ class Similarity(Meter):
         if last_q < 1:
             raise ValueError(f"last_q must be at least 1, got {last_q}")
         _check_sizes(sink_size, recent_size)
-        self.last_q, self.distant_only, self.sink_size, self.recent_size = last_q, distant_only, sink_size, recent_size
+        self.last_q, self.sink_size, self.recent_size = last_q, sink_size, recent_size
         # Allowed keys of query i are first_key <= j <= i - offset.
         self.first_key, self.offset = (sink_size, recent_size) if distant_only else (0, 0)
         self.divergence: Tensor | None = None  # [H_kv, L, L] float64, summed over queries and query heads
