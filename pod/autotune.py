@@ -21,6 +21,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -77,10 +78,8 @@ def tried(trial: Trial, time_limit: float) -> dict[str, Any]:
         except subprocess.TimeoutExpired:
             return {"ratio": None, "reason": f"it did not end within {time_limit:g} seconds"}
         finally:
-            try:  # after an interrupt too
+            with suppress(ProcessLookupError):  # after an interrupt too
                 os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
     if process.returncode == 0:
         return json.loads(out.splitlines()[-1])
     last = ([line.strip() for line in errors.splitlines() if line.strip()] or ["no word"])[-1]
@@ -217,7 +216,7 @@ def _without_gpu() -> str:
 
 
 @exit_status
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m pod.autotune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -231,7 +230,7 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if options.show:
         print(show())
-        return 0
+        return
     if bool(options.recipe) == (options.ckpt is not None):
         raise ValueError("name either --ckpt EXPORT or recipe=NAME: the shapes are those of a model")
     if options.recipe:
@@ -245,7 +244,7 @@ def main(arguments: list[str]) -> int:
         dtype = config.get("dtype") or "float32"
     if not torch.cuda.is_available():
         print(_without_gpu())
-        return 0
+        return
     if any(length < 1 for length in options.lengths or [1]):
         raise ValueError(f"--lengths {options.lengths}: wanted numbers of tokens, 1 or more")
     if options.time_limit <= 0:
@@ -255,7 +254,6 @@ def main(arguments: list[str]) -> int:
     )
     print(table(found))
     print(f"written: {choices_path(torch.cuda.get_device_properties(DEVICE).name)}")
-    return 0
 
 
 if __name__ == "__main__":

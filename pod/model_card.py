@@ -3,6 +3,7 @@
 import csv
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -138,12 +139,10 @@ def card_metadata(base: str | None, datasets: Sequence[str] = (), adapter: bool 
     kept: dict[str, Any] = {"datasets": list(datasets)} if datasets else {}
     if base is not None:
         is_local = Path(base).exists()
-        try:
+        with suppress(OSError, ValueError, yaml.YAMLError):  # no card, a broken one, or no network
             said = ModelCard.load(Path(base) / "README.md" if is_local else base, ignore_metadata_errors=True).data
             kept |= {key: value for key, value in said.to_dict().items() if key.startswith("license")}
             kept |= {"base_model": said.base_model} if is_local and said.base_model else {}
-        except (OSError, ValueError, yaml.YAMLError):
-            pass  # no card, a broken one, or no network
         kept |= {} if is_local else {"base_model": base}
         kept |= {"base_model_relation": "adapter"} if adapter and "base_model" in kept else {}
     tags = ["pod", "kv-cache", "long-context"]
