@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 
-from pod.blocks import LayerBlocks, whole_number
+from pod.blocks import FIXED, LayerBlocks, whole_number
 from pod.cache.chain import ChainStorage
 from pod.cache.file import read_cache, write_cache
 from pod.cache.fork import SharedPrefix, refusal
@@ -185,6 +185,15 @@ class PodCache(Cache):
     @property
     def is_croppable(self) -> bool:
         return self._storage.is_croppable
+
+    def check_croppable(self) -> None:
+        """Refuse drafts where rejected ones cannot be taken back.
+
+        Raises:
+            ValueError: the method evicts while decoding; names it and the remedy.
+        """
+        if not self.is_croppable:
+            self._storage.check_crop(1)
 
     def __len__(self) -> int:
         return self.blocks.num_layers
@@ -433,7 +442,8 @@ class PodCache(Cache):
             ValueError: another model's cache, another number of rows, padding after a row's first token, more tokens
                 than `max_length`.
         """
-        self.config.check_unchanged(self._made_by, "the cache")
+        if [vars(self.config)[name] for name in FIXED] != self._made_by:
+            self.config.check_unchanged(self._made_by, "the cache")
         if config is not self.config and config.fixed() != self._made_by:
             theirs, ours = _shape_of(config), _shape_of(self.config)
             if theirs != ours or config.blocks != self.blocks:

@@ -39,7 +39,6 @@ from pod.model.inputs import (
     check_tokens,
     documents_of,
     lengths_of,
-    one_cache,
     token_mask,
 )
 from pod.model.offload import kept_on_cpu
@@ -51,6 +50,17 @@ from pod_kernels import shared_score_attention
 CHANGING_ROPES = ("dynamic", "longrope")  # kinds of RoPE scaling whose frequencies depend on the longest position
 
 Anchors = tuple[Tensor | None, ...]  # (query group or value, key) of KV head 0, of KV head 1, ...
+
+
+def one_cache(past_key_values: PodCache | None, cache: PodCache | None) -> PodCache | None:
+    """What was passed as a cache, by either of its names.
+
+    Raises:
+        ValueError: both were.
+    """
+    if past_key_values is not None and cache is not None:
+        raise ValueError("past_key_values and cache are two names of one argument: pass one of them")
+    return cache if past_key_values is None else past_key_values
 
 
 class PodAttention(nn.Module):
@@ -348,7 +358,8 @@ class PodModel(Capabilities):
             self.config.check_unchanged(self._made_by, "the model")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
-        check_supported(self.config, self.training, output_attentions)
+        if self.training or output_attentions or self.config.output_attentions:
+            check_supported(self.config, self.training, output_attentions)
         if unshared:
             if past_key_values is not None or use_cache:
                 raise ValueError("a cache stores what layers share: with unshared=True pass use_cache=False")
@@ -369,14 +380,16 @@ class PodModel(Capabilities):
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         batch, count = inputs_embeds.shape[0], inputs_embeds.shape[1] if sequence is None else sequence.length
-        check_tokens(count)
+        if not count:
+            check_tokens(count)
         checkpoints = self.gradient_checkpointing and self.training
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         if past_key_values is None and use_cache and not checkpoints:
             past_key_values = PodCache(self.config)
         if past_key_values is not None:
-            check_cache(past_key_values, self.training)
+            if self.training or not isinstance(past_key_values, PodCache):
+                check_cache(past_key_values, self.training)
             if document_ids is not None:
                 raise ValueError("document_ids are for training without a cache: pass use_cache=False")
             if devices is not None:
@@ -613,6 +626,8 @@ class PodForCausalLM(Capabilities):
     def _assisted_decoding(self, input_ids, logits_processor, stopping_criteria, generation_config, *args, **kwargs):
         # It begins with all ids, whatever the cache holds, and those would be fed a second time.
         cache, mask = kwargs.get(CACHE), kwargs.get("attention_mask")
+        if cache is not None:
+            cache.check_croppable()
         length = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
         if cache is not None and length == input_ids.shape[1]:
             cache.fed_before = cache.get_seq_length()

@@ -12,17 +12,6 @@ from pod.cache.storage import left_padded
 CACHE = "cache" if hasattr(CausalLMOutputWithPast, "cache") else "past_key_values"
 
 
-def one_cache(past_key_values: PodCache | None, cache: PodCache | None) -> PodCache | None:
-    """What was passed as a cache, by either of its names.
-
-    Raises:
-        ValueError: both were.
-    """
-    if past_key_values is not None and cache is not None:
-        raise ValueError("past_key_values and cache are two names of one argument: pass one of them")
-    return cache if past_key_values is None else past_key_values
-
-
 def check_devices(model: PreTrainedModel) -> None:
     """Refuse to convert a model that a device_map has spread out: the hooks that move its tensors stay with it."""
     devices = set(getattr(model, "hf_device_map", {}).values())
