@@ -190,17 +190,8 @@ def resolve_sets(
 
 
 def folders_of(ckpts: Sequence[str], out: Path) -> dict[str, Path]:
-    """Where each model's results go: `out` itself of one model, else a folder in it.
-
-    Raises:
-        ValueError: two models of one name.
-    """
-    if len(ckpts) == 1:
-        return {ckpts[0]: out}
-    folders = {ckpt: out / Path(ckpt).resolve().name for ckpt in ckpts}
-    if len(set(folders.values())) < len(ckpts):
-        raise ValueError(f"--ckpt {' '.join(ckpts)}: two models of one name; run them into two --out")
-    return folders
+    """Where each model's results go: `out` itself of one model, else a folder in it."""
+    return {ckpt: out if len(ckpts) == 1 else out / Path(ckpt).resolve().name for ckpt in ckpts}
 
 
 def run(benchmark: Benchmark, options: argparse.Namespace) -> None:

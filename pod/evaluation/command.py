@@ -23,11 +23,20 @@ def parser_of(name: str, doc: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(prog=f"python {called}", description=doc, formatter_class=form)
 
 
+class _Models(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: list, option_string: str | None = None):
+        if len({Path(ckpt).resolve().name for ckpt in values}) < len(values):
+            raise ValueError(f"--ckpt {' '.join(values)}: two models of one name; run them into two --out")
+        setattr(namespace, self.dest, values)
+
+
 def add_ckpts(parser: argparse.ArgumentParser, batch_size: int | None = None, required: bool = True) -> None:
-    """Give a parser `--ckpt` of one or more models, and `--batch-size` with its default, where it has one."""
-    parser.add_argument(
-        "--ckpt", nargs="+", required=required, help="exports, adapters, or any Hugging Face causal LMs"
-    )
+    """Give a parser `--ckpt` of one or more models, and `--batch-size` with its default, where it has one.
+
+    Rows of tables and folders of results are told apart by the models' names, so two of one are refused (ValueError).
+    """
+    what = "exports, adapters, or any Hugging Face causal LMs"
+    parser.add_argument("--ckpt", action=_Models, nargs="+", required=required, help=what)
     if batch_size is not None:
         what = f"prompts or texts at once ({batch_size})"
         parser.add_argument("--batch-size", type=int, default=batch_size, help=what)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -401,3 +402,10 @@ def test_predictions_of_other_weights_or_hyper_parameters_are_not_taken(name, tm
 def test_score_only_takes_one_folder(tmp_path, capsys):
     assert script("eval/longbench.py").main(["--out", str(tmp_path), "--score-only", "--eviction", SNAPKV]) == 2
     assert "--score-only scores one folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["figures", "longbench", "passkey", "perplexity", "pg19", "ruler", "trade_off"])
+def test_two_models_of_one_name_are_refused(name, capsys):
+    # Rows of tables are told apart by it: the second's stood in the place of the first's.
+    assert import_module(f"pod.evaluation.{name}").main(["--ckpt", "some/export", "other/export"]) == 2
+    assert "--ckpt some/export other/export: two models of one name; run them into two --out" in capsys.readouterr().err
