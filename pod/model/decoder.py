@@ -626,7 +626,7 @@ class PodForCausalLM(Capabilities):
     def _assisted_decoding(self, input_ids, logits_processor, stopping_criteria, generation_config, *args, **kwargs):
         # It begins with all ids, whatever the cache holds, and those would be fed a second time.
         cache, mask = kwargs.get(CACHE), kwargs.get("attention_mask")
-        if cache is not None:
+        if self._draft is None and cache is not None:
             cache.check_croppable()
         length = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
         if cache is not None and length == input_ids.shape[1]:

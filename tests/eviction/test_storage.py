@@ -1,7 +1,7 @@
 """What an evicting cache holds, frees and hands back; equality at large budgets; turns, rows and misuse."""
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import pytest
 import torch
@@ -212,7 +212,7 @@ def test_beams_reorder_what_is_kept(method, which):
 def test_one_context_serves_many_questions(name, which):
     model, context = build(*which), tokens(1, 40)
     more = [",window=4", ",filters=measured"]
-    more = [text for text in more if text[1:].split("=")[0] in METHODS[name].__dataclass_fields__]
+    more = [text for text in more if text[1:].split("=")[0] in {one.name for one in fields(METHODS[name])}]
     text = f"{name}:budget=16,query_aware=false" + "".join(more)
     method = with_filters(pod.eviction.parse(text), model.config)
     cache = pod.PodCache(model.config, eviction=method)
