@@ -23,6 +23,24 @@ from triton.runtime.jit import JITFunction
 SHARED_MEMORY = 232_448  # bytes that a block may have
 
 STARTS: Counter[str] = Counter()  # by kernel
+REWRITTEN = interpreter.InterpretedFunction.rewritten_fn  # what the interpreter runs, by function
+
+
+def rewrite(function: JITFunction) -> None:
+    """Let the interpreter rewrite a function and those that it may call: once, not in each process of a launch."""
+    if function.fn not in REWRITTEN:
+        interpreter.InterpretedFunction(function.fn).rewrite()
+        for inner in [value for value in function.fn.__globals__.values() if isinstance(value, JITFunction)]:
+            rewrite(inner)
+
+
+def call_inner(patched: set[str], function: JITFunction, *given, **named):
+    """As the interpreter does, which goes through Triton's language at each call: here once for each module."""
+    if function.fn.__module__ not in patched:
+        patched.add(function.fn.__module__)
+        interpreter._patch_lang(function.fn)
+    rewrite(function)
+    return REWRITTEN[function.fn](*given, **named)
 
 
 class Launcher:
@@ -41,6 +59,7 @@ class Launcher:
 
     def _interpret(self, grid: tuple[int, int, int], args: tuple) -> None:
         with _disable_current_modes():
+            rewrite(self._function)
             storages = {}
             for value in tree_leaves(args):
                 if isinstance(value, torch.Tensor):
@@ -64,9 +83,8 @@ class Launcher:
     def _run_and_send(self, grid, args: tuple, storages: list[torch.Tensor], sending: int) -> None:
         """The child's part. Does not return."""
         try:
-            JITFunction.__call__ = lambda inner, *given, **named: interpreter.InterpretedFunction(inner.fn)(
-                *given, **named
-            )
+            patched: set[str] = set()
+            JITFunction.__call__ = lambda inner, *given, **named: call_inner(patched, inner, *given, **named)
             named = dict(zip(self._function.arg_names, args, strict=True))
             interpreter.InterpretedFunction(self._function.fn).run(grid=grid, warmup=False, **named)
             with os.fdopen(sending, "wb") as pipe:
