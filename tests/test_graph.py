@@ -156,7 +156,7 @@ def test_a_replay_after_eviction_is_a_step(method, anchors, monkeypatch):
 def test_between_two_growths_steps_are_replayed(method, monkeypatch):
     as_where_kernels_run(monkeypatch)
     monkeypatch.setattr(pod.PodCache, "expect", lambda cache, length: None)  # as where drafts go beyond the length
-    method = type(method)(budget=40, **{"window": 4} if hasattr(method, "window") else {"query_aware": False})
+    method = type(method)(budget=40, **{"window": 4} if method.window else {"query_aware": False})
     # An eighth of 40 beside the token that comes: of six steps one grows, one finds the storage there, one is captured.
     replays = {"captured": 3, "replayed": 12}
     replays_equal_steps(tiny(ANCHORS), 19, replays, monkeypatch, method, lengths=(90, 70))
@@ -166,7 +166,7 @@ def test_between_two_growths_steps_are_replayed(method, monkeypatch):
 @pytest.mark.parametrize("method", AFTER_THE_PROMPT, ids=lambda method: type(method).__name__)
 def test_a_cache_that_generate_tells_the_length_has_one_graph(method, monkeypatch):
     as_where_kernels_run(monkeypatch)
-    method = type(method)(budget=40, **{"window": 4} if hasattr(method, "window") else {"query_aware": False})
+    method = type(method)(budget=40, **{"window": 4} if method.window else {"query_aware": False})
     replays = {"captured": 1, "replayed": 16}
     replays_equal_steps(tiny(ANCHORS), 19, replays, monkeypatch, method, lengths=(90, 70))
 
