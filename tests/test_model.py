@@ -1077,7 +1077,8 @@ def test_phi3_keeps_its_cache_where_the_stock_model_makes_a_new_one():
     model = converted(stock, DENSE)
     cache = pod.PodCache(model.config)
     ours = model.generate(tokens(2, 21), past_key_values=cache, max_new_tokens=24, do_sample=False)
-    assert torch.equal(ours, stock.generate(tokens(2, 21), max_new_tokens=24, do_sample=False))
+    # Without its cache: transformers 5.19 forgets tokens with it.
+    assert torch.equal(ours, stock.generate(tokens(2, 21), max_new_tokens=24, do_sample=False, use_cache=False))
     assert cache.get_seq_length() == 44
 
 

@@ -238,6 +238,11 @@ class PodCache(Cache):
         )
 
     @property
+    def in_prefill(self) -> bool:
+        """Whether `prefill()` is open: forwards are parts of one."""
+        return self._storage.in_prefill
+
+    @property
     def has_padding(self) -> bool:
         """Whether a row has padding among the tokens seen; the host waits for the device."""
         return self._rows.end_of_padding() > 0
@@ -321,7 +326,7 @@ class PodCache(Cache):
     @contextmanager
     def prefill(self) -> Iterator[None]:
         """Several forwards inside are one prefill: whatever acts at the end of a prefill acts when the block ends."""
-        if self._storage.in_prefill:
+        if self.in_prefill:
             raise ValueError("cache.prefill() is already open: close it before opening another")
         self._storage.mark_prefill(True)
         try:
@@ -353,7 +358,7 @@ class PodCache(Cache):
         Raises:
             ValueError: nothing is stored yet, or `prefill()` or another `peek()` is open.
         """
-        if self.batch_size < 0 or self._storage.in_prefill or self._lent is not None:
+        if self.batch_size < 0 or self.in_prefill or self._lent is not None:
             raise ValueError("cache.peek() is for a cache that holds tokens, outside prefill() and another peek()")
         self._rollback()
         kept = vars(self).copy()
@@ -458,7 +463,7 @@ class PodCache(Cache):
             rows.reset(batch, inputs.device)
             rows.budgets = budgets
         may_be_empty = self._is_cut or self._storage.is_fixed
-        step = rows.step(inputs.shape[1], mask, self._storage.in_prefill, may_be_empty)
+        step = rows.step(inputs.shape[1], mask, self.in_prefill, may_be_empty)
         if step.all_real and not self._is_cut:
             self._padding = None
         most = step.length if self.may_grow or self._storage.is_fixed else self.max_length
@@ -587,7 +592,7 @@ class PodCache(Cache):
             ValueError: the method is another, the context is evicted from, or there is none.
         """
         self._rollback()
-        if self.batch_size < 0 or self._storage.in_prefill or self._lent is not None:
+        if self.batch_size < 0 or self.in_prefill or self._lent is not None:
             raise ValueError("cache.evict is for a cache that holds a context, outside prefill() and peek()")
         self._storage.evict(scores)
 
@@ -616,7 +621,7 @@ class PodCache(Cache):
 
     @_outlives_inference
     def __deepcopy__(self, memo: dict) -> "PodCache":
-        if self._storage.in_prefill:
+        if self.in_prefill:
             raise ValueError("a copy inside cache.prefill() could not be closed: copy the cache before or after it")
         made = memo[id(self)] = type(self).__new__(type(self))
         vars(made).update(copy.deepcopy(vars(self), memo), _lent=None, _watch=None)
@@ -796,7 +801,7 @@ class PodCache(Cache):
                 last forward broke off and what it left cannot be taken back.
             OSError: it cannot be written.
         """
-        if self.batch_size < 0 or self._storage.in_prefill:
+        if self.batch_size < 0 or self.in_prefill:
             raise ValueError("a cache is saved when it holds tokens, and outside cache.prefill()")
         self._rollback()
         is_window, rows = self.config.share == "window", self._rows

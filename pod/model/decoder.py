@@ -654,8 +654,10 @@ class PodForCausalLM(Capabilities):
         tokens = inputs.get("input_ids")
         is_step = self._in_generate and tokens is not None and tokens.shape[1] == 1
         if is_step and isinstance(cache, PodCache) and cache.get_seq_length() and not kwargs.get("is_first_iteration"):
-            # Only a prompt has padding; to look for it in a step would be to wait for the device.
-            inputs["attention_mask"] = None
+            # Only a prompt has padding; to look for it in a step would be to wait for the device. Of a prompt's chunks
+            # transformers before 5.23 does not say that they are the first iteration.
+            if not cache.in_prefill:
+                inputs["attention_mask"] = None
         return inputs
 
     def forward(
