@@ -30,6 +30,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from pod.blocks import FIXED, LayerBlocks, whole_number
 from pod.cache import PodCache
+from pod.cache.storage import Pieces
 from pod.eviction import ReadSelector
 from pod.model.graph import StepGraphs, step_graphs
 from pod.model.inputs import (
@@ -416,26 +417,33 @@ class PodModel(Capabilities):
         kwargs = {"past_key_values": past_key_values, "lengths": lengths, "document_ids": document_ids}
         kwargs |= {"sequence": sequence, "unshared": unshared, "devices": devices}
         pieces = [(None, None)] if past_key_values is None else past_key_values.open(inputs_embeds, mask)
-        all_states = []
-        for columns, is_real in pieces:
-            if columns is None:
-                all_states = self._run(inputs_embeds, position_ids, is_real, output_hidden_states, **kwargs)
-                continue
-            rows = torch.arange(batch, device=inputs_embeds.device)[:, None]
-            part, at = inputs_embeds[rows, columns], position_ids.expand(batch, -1)[rows, columns]
-            part_states = self._run(part, at, is_real, output_hidden_states, **kwargs)
-            all_states = all_states or [torch.zeros_like(inputs_embeds) for _ in part_states]
-            place = (rows, columns)
-            if is_real is not None:
-                place = is_real.nonzero(as_tuple=True)[0], columns.expand(is_real.shape)[is_real]
-            for states, new in zip(all_states, part_states, strict=True):
-                states[place] = new if is_real is None else new[is_real]
+        all_states = self._run_pieces(pieces, inputs_embeds, position_ids, output_hidden_states, **kwargs)
         output = BaseModelOutputWithPast(
             last_hidden_state=all_states[-1],
             hidden_states=tuple(all_states) if output_hidden_states else None,
             **{CACHE: past_key_values},
         )
         return output if return_dict is None or return_dict else output.to_tuple()
+
+    def _run_pieces(
+        self, pieces: Pieces, inputs_embeds: Tensor, position_ids: Tensor, *args, **options
+    ) -> list[Tensor]:
+        """As `_run`, of all columns of a forward that is cut into pieces; zero where a column is in none."""
+        all_states: list[Tensor] = []
+        for columns, is_real in pieces:
+            if columns is None:  # the one piece is the whole
+                return self._run(inputs_embeds, position_ids, is_real, *args, **options)
+            batch = len(inputs_embeds)
+            rows = torch.arange(batch, device=inputs_embeds.device)[:, None]
+            part, at = inputs_embeds[rows, columns], position_ids.expand(batch, -1)[rows, columns]
+            part_states = self._run(part, at, is_real, *args, **options)
+            all_states = all_states or [torch.zeros_like(inputs_embeds) for _ in part_states]
+            place = (rows, columns)
+            if is_real is not None:
+                place = is_real.nonzero(as_tuple=True)[0], columns.expand(is_real.shape)[is_real]
+            for states, new in zip(all_states, part_states, strict=True):
+                states[place] = new if is_real is None else new[is_real]
+        return all_states
 
     def _run(
         self,
