@@ -163,7 +163,7 @@ def table(rows: dict[str, dict]) -> str:
     """The report's table: dense in bits per byte and shares that are right, the others relative to it."""
     lines = []
     for name, row in rows.items():
-        cells = {}
+        cells: dict[str, str | None] = dict.fromkeys((*KINDS, "distant", "keys", "needles"))
         if name == "dense":
             distant = sum((some["distant"] for some in row["bits"].values()), [])
             means = {kind: some["all"] for kind, some in row["bits"].items()} | {"distant": distant}

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from transformers import AutoConfig, LlamaConfig
 
 import pod
-from pod.evaluation.command import add_numbers
+from pod.evaluation.command import add_numbers, add_out
 from pod.extras import require
 from pod.model.families import pod_config
 from pod.terminal import exit_status
@@ -140,7 +140,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--dtype", default="auto", help="of --ckpt: vLLM's --dtype, such as float32 on a CPU (auto)")
     parser.add_argument("--requests", type=int, default=16, help="that are asked at once (16)")
     parser.add_argument("--new-tokens", type=int, default=32, help="of each answer (32)")
-    parser.add_argument("--out", type=Path, default=Path("runs/eval/serving"), help="folder of what is written")
+    add_out(parser, "serving")
     options = parser.parse_args(arguments)
     require("vllm", "vllm", what="eval/serving.py")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # what is counted is in the engine

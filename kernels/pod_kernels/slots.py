@@ -183,12 +183,15 @@ def slot_attention(
         )
         return out, sums, None
 
+    if window is not None:
+        held, first_tokens, last_tokens = window
+        key = torch.cat([held, positions], dim=1)[:, None]
+
     def seen(part: slice) -> Tensor:
         """[B, t, M] bool, the keys that count for the queries `part`."""
         counts = has_key[:, None] & (column - used <= order[part, None])
         if window is not None:
-            held, first_tokens, last_tokens = window
-            key, query = torch.cat([held, positions], dim=1)[:, None], positions[:, part, None]
+            query = positions[:, part, None]
             counts &= (key < first_tokens) | (query - key < last_tokens)
         return counts
 

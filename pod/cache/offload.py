@@ -14,7 +14,6 @@ Legend: B rows, H KV heads of a layer in storage order, R tokens that are read, 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -60,10 +59,25 @@ class OffloadedValues:
 
     # ------------------------------------------------------------------ as `Segments`
 
-    sizes = property(attrgetter("host.sizes"), doc="[H, B] as that of `Segments`.")
-    is_rectangle = property(attrgetter("host.is_rectangle"), doc="As that of `Segments`.")
-    widest = property(attrgetter("host.widest"), doc="As that of `Segments`.")
-    rectangle = property(attrgetter("host.rectangle"), doc="[H, B, N, D] view of all values, in CPU memory.")
+    @property
+    def sizes(self) -> np.ndarray:
+        """[H, B] as that of `Segments`."""
+        return self.host.sizes
+
+    @property
+    def is_rectangle(self) -> bool:
+        """As that of `Segments`."""
+        return self.host.is_rectangle
+
+    @property
+    def widest(self) -> int:
+        """As that of `Segments`."""
+        return self.host.widest
+
+    @property
+    def rectangle(self) -> Tensor:
+        """[H, B, N, D] view of all values, in CPU memory."""
+        return self.host.rectangle
 
     def full(self) -> Segments:
         """All values, on the device."""

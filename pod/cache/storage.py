@@ -101,12 +101,12 @@ class Step:
 
     def put_near(self, held: Tensor, new: Tensor, sink_size: int, ring_size: int) -> None:
         """Write new [.., B, T, D], of sinks and a row's last `ring_size` tokens, to their places in [.., B, M, D]."""
-        key = sink_size, ring_size
         if self.even and self.positions.shape[1] == 1 and not new.is_cuda:  # the host knows where: a view is quicker
             place = self.length - 1
             place = place if place < sink_size else sink_size + (place - sink_size) % ring_size
             held[..., place : place + 1, :] = new
             return
+        key = sink_size, ring_size
         if key not in self._near:
             if self.positions.shape[1] == 1 and not self.is_first:
                 # Every row's token; the host need not know where: a CUDA graph repeats this.

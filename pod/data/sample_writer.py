@@ -70,8 +70,8 @@ class ShardWriter:
             raise ValueError(f"token ids span {tokens.min()} to {tokens.max()}, vocab_size is {self.vocab_size}")
         given = {"documents": document_ids, "answers": answers, "learned": learned}
         given = {kind: np.atleast_2d(values) for kind, values in given.items() if values is not None}
-        if {"tokens", *given} != set(self._files):
-            raise ValueError(f"{', '.join(KINDS[1:])}: each for all samples of a split or for none")
+        if unlike := sorted({"tokens", *given} ^ set(self._files)):
+            raise ValueError(f"{', '.join(unlike)}: for all samples of a split or for none")
         document_ids, padding = given.pop("documents", None), 0
         for kind, marks in given.items():
             if marks.shape != tokens.shape or marks.dtype != bool:

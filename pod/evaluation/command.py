@@ -42,13 +42,18 @@ def add_ckpts(parser: argparse.ArgumentParser, batch_size: int | None = None, re
         parser.add_argument("--batch-size", type=int, default=batch_size, help=what)
 
 
+def add_out(parser: argparse.ArgumentParser, name: str) -> None:
+    """Give a parser `--out`, the folder of what an evaluation writes: runs/eval/NAME when not told."""
+    parser.add_argument("--out", type=Path, default=Path("runs/eval") / name, help="folder of what is written")
+
+
 def parse(parser: argparse.ArgumentParser, name: str, arguments: list[str] | None) -> argparse.Namespace:
-    """The options, also `--out`, the folder of what an evaluation writes: runs/eval/NAME when not told.
+    """The options, `--out` among them.
 
     Raises:
         OSError: nothing can be written there.
     """
-    parser.add_argument("--out", type=Path, default=Path("runs/eval") / name, help="folder of what is written")
+    add_out(parser, name)
     options = parser.parse_args(arguments)
     check_writable(options.out)
     return options

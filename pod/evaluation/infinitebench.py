@@ -197,7 +197,8 @@ def made(tokenizer: PreTrainedTokenizerBase, task: str, length: int, count: int)
 
 def published_table(names: Sequence[str]) -> str:
     """The paper's scores in those of the sets `TASK-WINDOW` that it has."""
-    rows = [{"": method} | dict(zip(SETS, values, strict=False)) for method, values in PUBLISHED.items()]
+    scores = {method: dict.fromkeys(SETS) | dict(zip(SETS, each, strict=False)) for method, each in PUBLISHED.items()}
+    rows = [{"": method} | each for method, each in scores.items()]
     columns = {"method": ("", "{}")} | {name: (name, "{:.2f}") for name in names if name in SETS}
     return report.table_of(rows, columns)
 

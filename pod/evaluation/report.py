@@ -36,13 +36,10 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def table_of(records: Iterable[Mapping[str, Any]], columns: Mapping[str, tuple[str, str]]) -> str:
-    """`markdown_table` of records: a column's header -> (field, how it is written, as `{:.1%}`); None is a dash.
-
-    So is a field that a record lacks.
-    """
+    """`markdown_table` of records: a column's header -> (field, how it is written, as `{:.1%}`); None is a dash."""
 
     def cells(record: Mapping[str, Any]) -> list[str]:
-        return ["-" if record.get(field) is None else form.format(record[field]) for field, form in columns.values()]
+        return ["-" if record[field] is None else form.format(record[field]) for field, form in columns.values()]
 
     return markdown_table(list(columns), [cells(record) for record in records])
 

@@ -51,10 +51,31 @@ from pod.eviction.streaming import LMInfinite, StreamingLLM
 from pod.eviction.tova import TOVA
 from pod.eviction.zigzagkv import ZigZagKV
 
-_KNOWN = (SnapKV, PyramidKV, AdaKV, H2O, TOVA, CAKE, SageKV, ChunkKV, CriticalKV, ZigZagKV, ExpectedAttention)
-_KNOWN += (Knorm, KeyDiff, LagKV, QFilters, KVzip, StreamingLLM, LMInfinite, Cascade, Quest, ShadowKV, ClusterKV)
-_KNOWN += (RecentReader,)
-METHODS: dict[str, type] = {method.__name__.lower(): method for method in _KNOWN}  # as command lines name them
+METHODS: dict[str, type] = {
+    "snapkv": SnapKV,
+    "pyramidkv": PyramidKV,
+    "adakv": AdaKV,
+    "h2o": H2O,
+    "tova": TOVA,
+    "cake": CAKE,
+    "sagekv": SageKV,
+    "chunkkv": ChunkKV,
+    "criticalkv": CriticalKV,
+    "zigzagkv": ZigZagKV,
+    "expectedattention": ExpectedAttention,
+    "knorm": Knorm,
+    "keydiff": KeyDiff,
+    "lagkv": LagKV,
+    "qfilters": QFilters,
+    "kvzip": KVzip,
+    "streamingllm": StreamingLLM,
+    "lminfinite": LMInfinite,
+    "cascade": Cascade,
+    "quest": Quest,
+    "shadowkv": ShadowKV,
+    "clusterkv": ClusterKV,
+    "recentreader": RecentReader,
+}
 
 
 def parse(text: str) -> Method:
@@ -243,7 +264,45 @@ def _value(method: str, key: str, text: str, accepted: tuple[type, ...]) -> obje
     raise ValueError(f"{method}: {key} must be {names}, got {text!r}")
 
 
-# What a method is made of, what is done with methods, and the methods.
-__all__ = ["Chain", "ChainPolicy", "Eviction", "Method", "Observation", "ReadSelector", "Sharing", "Stage"]
-__all__ += ["METHODS", "describe", "hyper_parameters", "of_hyper_parameters", "parse", "parse_all", "split", "unparse"]
-__all__ += ["Combined", *(method.__name__ for method in _KNOWN)]
+__all__ = [
+    "CAKE",
+    "H2O",
+    "METHODS",
+    "TOVA",
+    "AdaKV",
+    "Cascade",
+    "Chain",
+    "ChainPolicy",
+    "ChunkKV",
+    "ClusterKV",
+    "Combined",
+    "CriticalKV",
+    "Eviction",
+    "ExpectedAttention",
+    "KVzip",
+    "KeyDiff",
+    "Knorm",
+    "LMInfinite",
+    "LagKV",
+    "Method",
+    "Observation",
+    "PyramidKV",
+    "QFilters",
+    "Quest",
+    "ReadSelector",
+    "RecentReader",
+    "SageKV",
+    "ShadowKV",
+    "Sharing",
+    "SnapKV",
+    "Stage",
+    "StreamingLLM",
+    "ZigZagKV",
+    "describe",
+    "hyper_parameters",
+    "of_hyper_parameters",
+    "parse",
+    "parse_all",
+    "split",
+    "unparse",
+]

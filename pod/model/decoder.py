@@ -661,10 +661,10 @@ class PodForCausalLM(Capabilities):
         )
         tokens = inputs.get("input_ids")
         is_step = self._in_generate and tokens is not None and tokens.shape[1] == 1
-        if is_step and isinstance(cache, PodCache) and cache.get_seq_length() and not kwargs.get("is_first_iteration"):
+        if is_step and isinstance(cache, PodCache) and cache.get_seq_length():
             # Only a prompt has padding; to look for it in a step would be to wait for the device. Of a prompt's chunks
             # transformers before 5.23 does not say that they are the first iteration.
-            if not cache.in_prefill:
+            if not (cache.in_prefill or kwargs.get("is_first_iteration")):
                 inputs["attention_mask"] = None
         return inputs
 
