@@ -429,6 +429,18 @@ def test_stats_of_tau_with_beams_and_chosen_rows(which):
     assert 0 < cache.stats.unread_values < cache.stats.distant_values
 
 
+@pytest.mark.parametrize("chunks", [(1,) * 24, (23, 1)])
+def test_a_prefill_in_chunks_skips_nothing(chunks):
+    """tau is for decoding: the last chunk of a prefill may be one token."""
+    model, ids = build(), tokens(1, 24)
+    cache = pod.PodCache(model.config, tau=0.3)
+    with cache.prefill():
+        assert_close(fed(model, cache, ids, chunks=chunks), recomputed(model, ids))
+    assert cache.stats.decisions == 0
+    fed(model, cache, tokens(1, 1))
+    assert cache.stats.skipped > 0
+
+
 # ---------------------------------------------------------------------- cropping and rows
 
 

@@ -638,7 +638,7 @@ class SlotStorage(Storage):
             sees_all=sees_all,
             q_distant=q_distant.detach() if distant_keys else None,
             masks=step.masks,
-            tau=self.tau,
+            tau=None if step.in_prefill else self.tau,
             stats=self.stats,
             return_lse=return_lse,
             return_weights=evicts_now,
