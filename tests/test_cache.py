@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM, set_seed
 
 import pod
-from pod.eviction import H2O, SnapKV, StreamingLLM
+from pod.eviction import H2O, Quest, SnapKV, StreamingLLM
 from pod.model.inputs import CACHE
 
 # One row per layer, one column per KV head: blocks of one, two, three layers, begun in different layers.
@@ -439,6 +439,20 @@ def test_a_prefill_in_chunks_skips_nothing(chunks):
     assert cache.stats.decisions == 0
     fed(model, cache, tokens(1, 1))
     assert cache.stats.skipped > 0
+
+
+@pytest.mark.parametrize("options", [{}, {"max_length": 40}, {"tau": 0.3}, {"eviction": Quest(8, page_size=4)}])
+@pytest.mark.parametrize("chunks", [(4, 9), (1, 1, 1, 10), (3, 1, 1, 4, 4)])
+@pytest.mark.parametrize("anchors", [ANCHORS, STREAMING])
+def test_chunks_that_are_all_padding(options, chunks, anchors):
+    """Prompts padded to a multiple may begin with columns in which no row has a token."""
+    model, (ids, mask) = build(anchors=anchors), left_padded((9, 5))
+    ids, mask = (torch.nn.functional.pad(part, (4, 0)) for part in (ids, mask))
+    cache = pod.PodCache(model.config, **options)
+    with cache.prefill():
+        logits = fed(model, cache, ids, mask, chunks)
+    for row, length in enumerate((9, 5)):
+        assert_close(logits[row, -length:], recomputed(model, ids[row : row + 1, -length:])[0])
 
 
 # ---------------------------------------------------------------------- cropping and rows

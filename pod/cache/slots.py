@@ -827,7 +827,7 @@ class SlotStorage(Storage):
     def _make_room(self, layer: int, like: Tensor) -> None:
         """Slots for the tokens of this forward; several need them in order of position."""
         step, table, anchors = self.step, self.tables.get(layer), self.num_anchors[layer]
-        count = self.count if self.policy is not None else step.length - self.rows.longest
+        count = self.count if self.policy is not None else max(1, step.length - self.rows.longest)
         if anchors and table is None:
             held = np.zeros((anchors, len(step.before)), dtype=np.int64)
             self._new_table(layer, self.headroom.grown(held, count, step.length), held)
