@@ -256,6 +256,24 @@ def test_generate_twice_on_one_cache(which, added, max_length):
     assert cache.get_seq_length() == second.sequences.shape[1] - 1
 
 
+@pytest.mark.parametrize("given", [20, 12, 3])
+@pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 4}, {"prompt_lookup_num_tokens": 3}, {"num_beams": 2}])
+@pytest.mark.parametrize("how", ["ids", "embeddings", "padded"])
+def test_generate_without_a_new_token_is_refused(given, options, how):
+    """It would feed the text, or its end, a second time."""
+    model, ids = build(), tokens(1, 20)
+    mask = (torch.arange(20) >= (2 if how == "padded" else 0)).long()[None]
+    cache = pod.PodCache(model.config)
+    fed(model, cache, ids, mask)
+    if how == "embeddings":
+        options = options | {"inputs_embeds": model.model.embed_tokens(ids[:, :given])}
+    else:
+        options = options | {"input_ids": ids[:, :given], "attention_mask": mask[:, :given]}
+    with pytest.raises(ValueError, match=f"cache holds 20 tokens and generate is given {given}, none of them new"):
+        model.generate(past_key_values=cache, max_new_tokens=4, **options)
+    assert cache.get_seq_length() == 20
+
+
 @pytest.mark.parametrize("method", [None, SnapKV(16, window=4)], ids=["none", "SnapKV"])
 def test_generate_tells_a_cache_of_ones_own_the_length(method):
     model, held = build(), []

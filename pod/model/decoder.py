@@ -533,6 +533,14 @@ class PodForCausalLM(Capabilities):
                     "the cache holds rows with padding, and attention_mask has none: pass the mask that they were "
                     "stored with, with ones for the tokens since"
                 )
+            mask, held = model_kwargs.get("attention_mask"), cache.get_seq_length()
+            length = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
+            if 0 <= length <= held:  # generate would feed all of it, or a part, a second time
+                raise ValueError(
+                    f"the cache holds {held} tokens and generate is given {length}, none of them new: pass the text "
+                    "that the cache holds and at least one token behind it, or only what is new with an attention_mask "
+                    "of both; or take tokens back with cache.crop, or all of them with cache.reset()"
+                )
             cache.expect(max_cache_length)
             cache._is_user_defined = True
 
