@@ -410,6 +410,13 @@ def test_assisted_decoding_equals_greedy(name, kind, monkeypatch):
     assert caches[1].get_seq_length() == caches[0].get_seq_length() == 59
 
 
+def test_early_exit_is_refused_and_the_model_stays_what_it_is():
+    model = build()
+    with pytest.raises(ValueError, match="assistant_early_exit is not supported"):
+        model.generate(tokens(1, 9), assistant_early_exit=2, max_new_tokens=3)
+    assert model.generate(tokens(1, 9), max_new_tokens=3, do_sample=False).shape == (1, 12)
+
+
 def test_drafts_that_cannot_be_taken_back_are_refused_by_name():
     model, ids = build(), tokens(1, 30)
     for options, message in [

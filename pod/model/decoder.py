@@ -653,6 +653,12 @@ class PodForCausalLM(Capabilities):
             )
 
     def _get_candidate_generator(self, **options) -> CandidateGenerator:
+        # transformers changes the number of layers in the config for a draft, and leaves it so after an error.
+        if options["generation_config"].assistant_early_exit is not None:
+            raise ValueError(
+                "assistant_early_exit is not supported by PoD models: leave it out, and draft with an assistant_model, "
+                "prompt_lookup_num_tokens, or draft=pod.eviction.Quest(budget=256)"
+            )
         if self._draft is None:
             return super()._get_candidate_generator(**options)
         names = ("input_ids", "generation_config", "logits_processor", "model_kwargs")
