@@ -325,3 +325,29 @@ def test_a_cache_that_a_failed_forward_broke_is_not_saved(tmp_path, options):
     broken_off(model, cache, tokens(2, 1))
     with pytest.raises(ValueError, match="broke off.*call cache.reset"):
         cache.save(tmp_path / "cache")
+
+
+@pytest.mark.parametrize("method", [None, SnapKV(16, window=4), StreamingLLM(12), StreamingLLM(0.5), Quest(16)])
+@pytest.mark.parametrize("how", ["broke off", "refused"])
+def test_after_a_first_forward_that_was_not_the_cache_is_empty(tmp_path, method, how):
+    model = build()
+    cache = pod.PodCache(model.config, eviction=method)
+    ids, mask = tokens(2, 9), torch.ones(2, 9, dtype=torch.long)
+    if how == "broke off":
+        broken_off(model, cache, ids)
+    else:
+        mask[1, -1] = 0
+        with pytest.raises(ValueError, match="padding after its first real token"):
+            fed(model, cache, ids, mask)
+    copied = copy.deepcopy(cache)
+    copied.batch_select_indices(torch.tensor([1]))
+    copied.batch_repeat_interleave(2)
+    with pytest.raises(ValueError, match="a cache is saved when it holds tokens"):
+        cache.save(tmp_path / "cache")
+    with pytest.raises(ValueError, match="the cache is empty"):
+        cache.positions(0)
+    with pytest.raises(ValueError, match="for a cache that holds tokens"), cache.peek():
+        pass
+    assert cache.batch_size == copied.batch_size == -1 and not cache.is_initialized
+    for each in (cache, copied):
+        assert fed(model, each, tokens(3, 5)).shape[0] == each.batch_size == 3

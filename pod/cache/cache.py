@@ -214,7 +214,9 @@ class PodCache(Cache):
 
     @property
     def batch_size(self) -> int:
-        return len(self._rows.seen) or -1
+        # A first forward that was refused leaves rows without a token.
+        is_filled = self._rows.most_columns > 0 or self._storage.step is not None
+        return len(self._rows.seen) if is_filled else -1
 
     @property
     def max_cache_len(self) -> int:
@@ -358,9 +360,9 @@ class PodCache(Cache):
         Raises:
             ValueError: nothing is stored yet, or `prefill()` or another `peek()` is open.
         """
+        self._rollback()
         if self.batch_size < 0 or self.in_prefill or self._lent is not None:
             raise ValueError("cache.peek() is for a cache that holds tokens, outside prefill() and another peek()")
-        self._rollback()
         kept = vars(self).copy()
         self._go_apart()
         self._watch = watch
@@ -688,9 +690,9 @@ class PodCache(Cache):
         Raises:
             ValueError: it is no row.
         """
+        self._rollback()
         if self.batch_size < 0:
             return
-        self._rollback()
         rows = indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
         if not len(rows):
             raise ValueError("no row of the cache would be left: cache.reset() forgets all of them")
@@ -801,9 +803,9 @@ class PodCache(Cache):
                 last forward broke off and what it left cannot be taken back.
             OSError: it cannot be written.
         """
+        self._rollback()
         if self.batch_size < 0 or self.in_prefill:
             raise ValueError("a cache is saved when it holds tokens, and outside cache.prefill()")
-        self._rollback()
         is_window, rows = self.config.share == "window", self._rows
         facts = {
             "max_length": self.max_length,
