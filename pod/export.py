@@ -14,6 +14,7 @@ nothing behind. `--push` then uploads it to the hub.
 """
 
 import argparse
+import contextlib
 import os
 import shutil
 import sys
@@ -37,6 +38,7 @@ from pod.extras import require
 from pod.files import SUMS, locked, naming, opening, publish, read_sums, write_sums
 from pod.model.adapter import FIELDS, load, save
 from pod.model.families import pod_config
+from pod.model.gguf import local
 from pod.model.weights import load_causal_lm, pod_base
 from pod.model_card import data_of, measured, model_card, recipe_of
 from pod.terminal import exit_status
@@ -267,7 +269,7 @@ def _export(ckpt: Path, out: Path, dtype: torch.dtype | None, adapter: bool, pus
             if adapter:
                 model = _write_adapter(checkpoint, run, aside, dtype)
             else:
-                model = _write_model(make(dtype), tokenizer_of(run, base), aside, f"{base or run}: {out}")
+                model = _write_model(make(dtype), tokenizer_of(run, base), aside, base, f"{base or run}: {out}")
             card = model_card(model, out if push is None else Path(push), base, *said)
             (aside / "README.md").write_text(card, encoding="utf-8")
             write_sums(aside)
@@ -280,12 +282,23 @@ def _export(ckpt: Path, out: Path, dtype: torch.dtype | None, adapter: bool, pus
         shutil.rmtree(aside, ignore_errors=True)
 
 
+def _generation_config(base: str | None, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
+    """The base's, where one of the ids that it ends at is the tokenizer's end; else the tokenizer's ids alone."""
+    if base is not None:
+        with contextlib.suppress(OSError):  # it has none
+            config = GenerationConfig.from_pretrained(local(base))
+            ends = config.eos_token_id
+            if tokenizer.eos_token_id in (ends if isinstance(ends, list) else [ends]):
+                return config
+    ids = {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id, "pad": tokenizer.pad_token_id}
+    return GenerationConfig(**{f"{key}_token_id": value for key, value in ids.items()})
+
+
 def _write_model(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, aside: Path, whose: str
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, aside: Path, base: str | None, whose: str
 ) -> PreTrainedModel:
     if tokenizer is not None:
-        ids = {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id, "pad": tokenizer.pad_token_id}
-        model.generation_config = GenerationConfig(**{f"{key}_token_id": value for key, value in ids.items()})
+        model.generation_config = _generation_config(base, tokenizer)
     else:
         print(f"warning: no tokenizer is known for {whose} has none, save one there", file=sys.stderr)
     model.save_pretrained(aside)

@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from scripts import save, tiny_llama
+from transformers import GenerationConfig
 
 import pod
 from pod import generate
@@ -13,6 +14,7 @@ from pod.evaluation import models
 from pod.export import export
 from pod.model.weights import weights_hash
 from pod.training.base_model import first_config
+from pod.training.module import PodModule
 
 peft = pytest.importorskip("peft")
 SIZES = {"sink_size": 2, "recent_size": 4, "share": "scores"}
@@ -80,6 +82,29 @@ def test_an_export_is_the_sum(base, adapter, tmp_path):
     card = (out / "README.md").read_text()
     assert f"| base | {base} |" in card and "| data | that of the adapter, adapter |" in card
     assert export(folder, out, "bfloat16", force=True) == out and pod.load(out).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("kind", ["adapter", "all weights"])
+def test_an_export_generates_as_its_base_does(base, adapter, kind, tmp_path):
+    source = adapter[0]
+    if kind == "all weights":
+        source = tmp_path / "run/steps/step=1.ckpt"
+        source.parent.mkdir(parents=True)
+        module = PodModule(
+            {"base": str(base), **SIZES}, {"max_steps": 1, "tokens_per_batch": 20}, blocks=BLOCKS.anchors.tolist()
+        )
+        module.configure_model()
+        content = {"state_dict": module.state_dict(), "hyper_parameters": dict(module.hparams), "global_step": 1}
+        torch.save(content, source)
+    own = models.load(str(base), "cpu")[1].eos_token_id
+    settings = {"do_sample": True, "temperature": 0.6, "repetition_penalty": 1.05, "pad_token_id": 0}
+    for ends, kept in (([own, 7], True), (7, False)):
+        GenerationConfig(eos_token_id=ends, **settings).save_pretrained(base)
+        found = pod.load(export(source, tmp_path / "out", force=True)).generation_config
+        assert found.eos_token_id == (ends if kept else own)
+        assert [getattr(found, name) == value for name, value in settings.items()][:3] == [kept] * 3
+    (base / "generation_config.json").unlink()
+    assert pod.load(export(source, tmp_path / "out", force=True)).generation_config.eos_token_id == own
 
 
 def test_peft_reads_the_folder_too(base, adapter):
