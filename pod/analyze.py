@@ -26,7 +26,9 @@ from pod.data.prepared import PreparedData, PreparedDataset
 from pod.data.tokenizer import check_vocabulary
 from pod.extras import require
 from pod.files import check_writable, replacing
+from pod.grouping import layers_to_share
 from pod.heads import streamed
+from pod.model.families import FAMILIES
 from pod.model.probe import watch
 from pod.recipe.loading import main_recipe
 from pod.recipe.schema import Recipe, output_folder
@@ -61,17 +63,20 @@ def analyze(recipe: Recipe) -> LayerBlocks:
         raise ValueError(
             "model.base is empty: a model from scratch has no attention to analyse. Set blocks.kv_saving=0"
         )
-    streaming = None
-    if share := recipe.blocks.streaming:
-        config = first_config(recipe.model.base, None)
-        dense = LayerBlocks.dense(config.num_hidden_layers, config.num_key_value_heads)
-        near = recipe.model.sink_size, recipe.model.recent_size
-        streaming = streamed(dense, recipe.blocks.head_scores, share, config, near).is_streaming
+    config, streaming = first_config(recipe.model.base, None), None
+    if recipe.blocks.streaming or config.model_type in FAMILIES:  # others are refused when the model is seen
+        blocks = LayerBlocks.dense(config.num_hidden_layers, config.num_key_value_heads)
+        if share := recipe.blocks.streaming:
+            near = recipe.model.sink_size, recipe.model.recent_size
+            blocks = streamed(blocks, recipe.blocks.head_scores, share, config, near)
+            streaming = blocks.is_streaming
+        if recipe.blocks.threshold is None:  # refused now where it is too much: what comes before the grouping is long
+            layers_to_share(recipe.blocks.kv_saving, blocks.is_streaming)
     require("train", "matplotlib", what="pod.analyze")  # its pictures come last, and the work before them is long
     out = output_folder(recipe)
     check_writable(out)
     dataset = PreparedDataset(_data(recipe), "train")
-    check_vocabulary(dataset.data, first_config(recipe.model.base, None).vocab_size)
+    check_vocabulary(dataset.data, config.vocab_size)
     count = min(recipe.blocks.samples, len(dataset))
     # Spread over the whole set; each index gives the same sample on every machine.
     chosen = torch.linspace(0, len(dataset) - 1, count).long().tolist()

@@ -37,7 +37,7 @@ def by_saving(similarity: Tensor, kv_saving: float, method: str, streaming: Tens
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
     similarity, streaming = _without(_validated_similarity(similarity), streaming)
     num_layers = len(streaming)
-    wanted = _wanted(kv_saving, streaming)
+    wanted = layers_to_share(kv_saving, streaming)
     if wanted == 0:
         return _dense(streaming), {}
     lower = torch.ones(num_layers, num_layers, dtype=torch.bool, device="cpu").tril(-1)
@@ -65,7 +65,7 @@ def by_damage(costs: Tensor, kv_saving: float, streaming: Tensor | None) -> Foun
             f"{layer} with the scores of layer {anchor}"
         )
     gains, streaming = _without(-costs, streaming)
-    gains, wanted = gains.triu(1), _wanted(kv_saving, streaming)
+    gains, wanted = gains.triu(1), layers_to_share(kv_saving, streaming)
     if wanted == 0:
         return _dense(streaming), {}
     if (most := _most_shared(gains)) < wanted:
@@ -122,8 +122,16 @@ def _without(tables: Tensor, streaming: Tensor | None) -> tuple[Tensor, Tensor]:
     return tables.masked_fill(heads[:, :, None] | heads[:, None], -torch.inf), streaming
 
 
-def _wanted(kv_saving: float, streaming: Tensor) -> int:
-    """The least number of layers, over all KV heads, that must share to save so much of what does not stream."""
+def layers_to_share(kv_saving: float, streaming: Tensor) -> int:
+    """The least number of layers, over all KV heads, that must share to save so much of what does not stream.
+
+    Args:
+        kv_saving: the share of the cache that is not to be stored.
+        streaming: [L, H_kv] bool, the heads that stream.
+
+    Raises:
+        ValueError: that is more than one block per head saves; names the maximum.
+    """
     kv_saving = float(kv_saving)
     if not 0 <= kv_saving <= 0.5:
         raise ValueError(f"kv_saving must be in [0, 0.5], got {kv_saving:g}: only keys are shared, half of the cache")

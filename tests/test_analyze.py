@@ -43,6 +43,8 @@ def test_blocks_by_damage_are_measured_saved_and_drawn(tmp_path, capsys):
         load_damage(run / "similarity.safetensors")
     with pytest.raises(ValueError, match="damage measures shared scores, not model.share=keys"):
         analyze(load_recipe([*line, "blocks.method=damage", "model.share=keys"]))
+    with pytest.raises(ValueError, match="kv_saving=0.4 is more .* with 4 layers the maximum is 0.3750"):
+        analyze(load_recipe([*line, "blocks.kv_saving=0.4", "data.path=nothere"]))  # before anything is measured
 
 
 def test_documents_are_measured_one_by_one(tmp_path):
