@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -920,6 +921,9 @@ class TestForwardRefusals:
         ):
             with pytest.raises(ValueError, match="the input has no tokens: an empty prompt needs at least one"):
                 call()
+        for call in (model, partial(model, use_cache=False), partial(model.generate, max_new_tokens=2)):
+            with pytest.raises(ValueError, match="the input has no rows: a batch needs at least one"):
+                call(tokens(0, 5))
         for size in (0, -1, "4", 1.5):
             message = f"prefill_chunk_size must be at least 1 token, or None, a whole number; got {size!r}"
             with pytest.raises(ValueError, match=message):

@@ -381,8 +381,8 @@ class PodModel(Capabilities):
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         batch, count = inputs_embeds.shape[0], inputs_embeds.shape[1] if sequence is None else sequence.length
-        if not count:
-            check_tokens(count)
+        if not batch * count:
+            check_tokens(batch, count)
         checkpoints = self.gradient_checkpointing and self.training
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
@@ -580,8 +580,8 @@ class PodForCausalLM(Capabilities):
         if draft is not None:
             kwargs = with_draft(self, kwargs)
         ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
-        if isinstance(ids, Tensor) and ids.shape[-1] == 0 and kwargs.get("inputs_embeds") is None:
-            check_tokens(0)
+        if isinstance(ids, Tensor) and not ids.numel() and kwargs.get("inputs_embeds") is None:
+            check_tokens(ids.shape[0], ids.shape[-1])
         outer = self._graphs, self._in_generate, self._draft
         self._graphs, self._in_generate, self._draft = None, True, draft
         try:

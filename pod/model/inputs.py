@@ -42,8 +42,10 @@ def check_supported(config: PreTrainedConfig, training: bool, output_attentions:
         )
 
 
-def check_tokens(count: int) -> None:
-    """Refuse an input without tokens."""
+def check_tokens(rows: int, count: int) -> None:
+    """Refuse an input without rows or without tokens."""
+    if not rows:
+        raise ValueError("the input has no rows: a batch needs at least one")
     if not count:
         raise ValueError("the input has no tokens: an empty prompt needs at least one, such as the tokenizer's BOS")
 
