@@ -174,7 +174,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--seed", type=int, default=0, help="for sampling (0)")
     add_cache(parser, "which tokens the cache keeps, such as snapkv:budget=256,window=16, one method after another")
     what = "what draft tokens read of the cache, such as quest:budget=256; all of it then verifies them"
-    add_eviction(parser, "--draft", what, parse=lambda text: [methods.parse(text)], default=[None])
+    add_eviction(parser, "--draft", what, lambda text: [methods.parse(text)], default=[None], several=False)
     parser.add_argument("--num-assistant-tokens", type=int, default=4, help="draft tokens in a round (4)")
     options = parser.parse_args(arguments)
     if options.ckpt is None or (options.prompt is None and options.prompt_file is None):

@@ -23,7 +23,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--host", default="localhost", help="where to listen (localhost)")
     parser.add_argument("--port", type=int, default=8000, help="where to listen (8000)")
     parser.add_argument("--device", help="such as cpu or cuda:1 (the first GPU, where there is one)")
-    add_cache(parser, "which tokens each request's cache keeps, such as snapkv:budget=256,window=16, one method")
+    what = "which tokens each request's cache keeps, such as snapkv:budget=256,window=16, one method"
+    add_cache(parser, what, several=False)
     options = parser.parse_args(arguments)
     chosen = options.eviction or [None]
     if len(chosen) > 1:

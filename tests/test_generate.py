@@ -8,7 +8,7 @@ from scripts import save, tiny_llama
 from transformers import AutoTokenizer
 
 import pod
-from pod import generate
+from pod import generate, serve
 from pod.generate import main
 
 
@@ -68,6 +68,14 @@ def test_what_cannot_be_is_refused_in_one_line(exported, capsys, arguments, mess
     assert main(["--ckpt", exported, "--prompt", "abc", *arguments]) == 2
     line = capsys.readouterr().err.splitlines()[-1]  # after what transformers says of loading
     assert line.startswith("error: ") and message in line
+
+
+@pytest.mark.parametrize(("command", "wanted"), [(generate, ["eviction"]), (serve, [])])
+def test_the_help_offers_several_methods_where_several_are_taken(command, wanted, capsys):
+    with pytest.raises(SystemExit):
+        command.main(["--help"])
+    options = " ".join(capsys.readouterr().out.split()).split(" --")
+    assert [option.split()[0] for option in options if "separated by +" in option] == wanted
 
 
 def test_drafts_leave_the_text_and_are_counted(exported, capsys):

@@ -95,10 +95,12 @@ def add_eviction(
     what: str = "also with a cache that keeps some tokens only, such as snapkv:budget=256,window=16",
     parse: Callable[[str], list] = eviction.parse_all,
     default: list | None = None,
+    several: bool = True,
 ) -> None:
     """Give a parser `--eviction`, or what it is called there: a list of methods, the default when it is left out.
 
-    `list` prints the methods and ends, whatever other options are missing; other texts are parsed.
+    `list` prints the methods and ends, whatever other options are missing; other texts are parsed. The help says how
+    `several` are written.
     """
 
     def methods(text: str) -> list:
@@ -110,16 +112,11 @@ def add_eviction(
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from error
 
-    parser.add_argument(
-        option,
-        type=methods,
-        default=default,
-        metavar="METHOD",
-        help=f"{what}; several methods are separated by +; `list` shows all",
-    )
+    plus = "several methods are separated by +; " if several else ""
+    parser.add_argument(option, type=methods, default=default, metavar="METHOD", help=f"{what}; {plus}`list` shows all")
 
 
-def add_cache(parser: argparse.ArgumentParser, what: str) -> None:
+def add_cache(parser: argparse.ArgumentParser, what: str, several: bool = True) -> None:
     """Give a parser the options of one cache: `--tau`, `--quantization-bits`, and `--eviction`, `what` says of what."""
     parser.add_argument(
         "--tau", type=float, help="gate from which layers that are no anchors leave distant tokens out, 0 to 1"
@@ -127,4 +124,4 @@ def add_cache(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument(
         "--quantization-bits", type=int, choices=(8, 4), help="of values and distant keys in the cache (as they come)"
     )
-    add_eviction(parser, what=what)
+    add_eviction(parser, what=what, several=several)
