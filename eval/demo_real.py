@@ -42,8 +42,8 @@ import pod
 from pod.evaluation import report
 from pod.evaluation.haystack import Haystack
 from pod.evaluation.intervals import ratio
-from pod.evaluation.models import cache_bytes, windowed
-from pod.evaluation.passkey import generate_greedily, passkey_accuracy, passkey_prompts
+from pod.evaluation.models import cache_bytes, generate_greedily, windowed
+from pod.evaluation.passkey import passkey_accuracy, passkey_prompts
 from pod.evaluation.perplexity import perplexity
 from pod.evaluation.ruler import make_requests, score
 from pod.evaluation.runner import Predictions, predict, settle

@@ -235,6 +235,44 @@ def read_context(
         reconstruct(model, cache, input_ids[:, : context.shape[1]], tokenizer, context, suffix)
 
 
+def generate_greedily(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    count: int,
+    question: int = 0,
+    cache: Cache | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    attention_mask: torch.Tensor | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    """[B, T] -> the next `count` tokens [B, count], greedily, with `cache` or the model's own default cache.
+
+    Where the cache's method has `query_aware=False`, the `question` last tokens are read after it has evicted; the
+    tokenizer makes KVzip's requests.
+
+    Args:
+        attention_mask: [B, T], 0 for padding on the left; None when all are real.
+        **options: of `generate`; with any, a text may also end before it has `count` tokens.
+    """
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    if isinstance(cache, PodCache) and asks_apart(cache.eviction):
+        read_context(model, cache, input_ids, question, mask, tokenizer)
+    output = model.generate(
+        input_ids,
+        attention_mask=mask,
+        max_new_tokens=count,
+        do_sample=False,
+        num_beams=1,
+        # Sampling settings that a checkpoint brings along would only cause warnings.
+        temperature=None,
+        top_p=None,
+        top_k=None,
+        **{CACHE: cache},
+        **(options or {"min_new_tokens": count, "pad_token_id": 0}),
+    )
+    return output[:, input_ids.shape[1] :]
+
+
 def cache_bytes(cache: Cache) -> int:
     """Bytes of the keys and values that a cache holds, measured on its tensors."""
     if isinstance(cache, PodCache):

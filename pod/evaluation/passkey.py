@@ -34,15 +34,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from pod.cache import PodCache
 from pod.evaluation import command, models, report
 from pod.evaluation.haystack import ADJECTIVES, NOUNS
 from pod.evaluation.intervals import of_first
-from pod.evaluation.models import asks_apart, by_row, label_of, parameters_of, read_context
+from pod.evaluation.models import by_row, generate_greedily, label_of, parameters_of
 from pod.evaluation.texts import given_texts, start_ids
-from pod.model.inputs import CACHE
 from pod.terminal import exit_status
 
 DIGITS = 5
@@ -167,34 +165,6 @@ def _place(lines: list[list[int]], depth: float) -> int:
     """How many lines stand before the one whose beginning is nearest to the depth."""
     ends = [0, *accumulate(map(len, lines))]
     return min(range(len(ends)), key=lambda index: abs(ends[index] - depth * ends[-1]))
-
-
-def generate_greedily(
-    model: PreTrainedModel,
-    input_ids: Tensor,
-    count: int,
-    question: int = 0,
-    cache: Cache | None = None,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-) -> Tensor:
-    """[B, T] -> the next `count` tokens [B, count], greedily, with `cache` or the model's own default cache.
-
-    Where the cache's method has `query_aware=False`, the `question` last tokens are read after it has evicted; the
-    tokenizer makes KVzip's requests.
-    """
-    if isinstance(cache, PodCache) and asks_apart(cache.eviction):
-        read_context(model, cache, input_ids, question, tokenizer=tokenizer)
-    output = model.generate(
-        input_ids,
-        attention_mask=torch.ones_like(input_ids),
-        max_new_tokens=count,
-        min_new_tokens=count,
-        do_sample=False,
-        num_beams=1,
-        pad_token_id=0,
-        **{CACHE: cache},
-    )
-    return output[:, input_ids.shape[1] :]
 
 
 def passkey_accuracy(

@@ -22,9 +22,8 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pod.evaluation import report
-from pod.evaluation.models import Variant, asks_apart, read_context
+from pod.evaluation.models import Variant, asks_apart, generate_greedily
 from pod.files import naming, read_json, replacing
-from pod.model.inputs import CACHE
 
 
 @dataclass(frozen=True)
@@ -345,32 +344,17 @@ def _generate(
         mask[row, longest - len(prompt.ids) :] = 1
     input_ids, mask = input_ids.to(model.device), mask.to(model.device)
     request = batch[0].request
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"pad_token_id": pad}
     if request.stop_at_newline:
         newline = tokenizer.encode("\n", add_special_tokens=False)[-1]
-        options = {
-            "eos_token_id": [i for i in (tokenizer.eos_token_id, newline) if i is not None],
-            "min_new_tokens": 1,
-        }
-    if cache_factory is not None:
-        options[CACHE] = cache_factory(model)
+        options["eos_token_id"] = [i for i in (tokenizer.eos_token_id, newline) if i is not None]
+        options["min_new_tokens"] = 1
+    cache = None if cache_factory is None else cache_factory(model)
     with torch.inference_mode():
-        if batch[0].question:
-            read_context(model, options[CACHE], input_ids, batch[0].question, mask, tokenizer)
-        output = model.generate(
-            input_ids,
-            attention_mask=mask,
-            max_new_tokens=request.max_new_tokens,
-            pad_token_id=pad,
-            do_sample=False,
-            num_beams=1,
-            # Sampling settings that a checkpoint brings along would only cause warnings.
-            temperature=None,
-            top_p=None,
-            top_k=None,
-            **options,
+        new = generate_greedily(
+            model, input_ids, request.max_new_tokens, batch[0].question, cache, tokenizer, mask, **options
         )
-    return [tokenizer.decode(row, skip_special_tokens=True) for row in output[:, longest:].tolist()]
+    return [tokenizer.decode(row, skip_special_tokens=True) for row in new.tolist()]
 
 
 def process() -> tuple[int, int]:

@@ -27,8 +27,8 @@ from pod import eviction
 from pod.cache import PodCache
 from pod.evaluation import command, models, report, runner
 from pod.evaluation.intervals import of_first
-from pod.evaluation.models import label_of
-from pod.evaluation.passkey import PHRASES, generate_greedily, passkey_accuracy, passkey_prompts
+from pod.evaluation.models import generate_greedily, label_of
+from pod.evaluation.passkey import PHRASES, passkey_accuracy, passkey_prompts
 from pod.evaluation.perplexity import check_streamed, perplexity
 from pod.evaluation.texts import given_texts, stretches, token_ids
 from pod.files import read_json
