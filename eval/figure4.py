@@ -209,8 +209,7 @@ def run(
     by_size, by_saving = points(recipe, recent, savings)
     if not taus or not all(0 <= tau <= 1 for tau in taus):
         raise ValueError(f"--taus {taus}: at least one, each between 0 (skip all that is distant) and 1")
-    if effort.samples < 1 or effort.texts < 1:
-        raise ValueError("--samples and --texts must be at least 1")
+    command.check_least(effort, samples=1, texts=1)
     own = recipe.model.recent_size, recipe.blocks.kv_saving
     order = dict.fromkeys([own, *by_size, *by_saving])
     found = {point: measure(point, overrides, out, effort) for point in order}

@@ -224,9 +224,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--resume", action="store_true", help="measure only what OUT/speed-SUITE.json lacks")
     options = command.parse(parser, "speed", arguments)
     options.device = options.device or ("cuda" if torch.cuda.is_available() and options.suite != "cpu" else "cpu")
-    too_few = any(number is not None and number < 1 for number in (options.batch, options.rounds))
-    if too_few or min(options.lengths or [SHORTEST]) < SHORTEST:
-        raise ValueError(f"--batch and --rounds are at least 1, --lengths at least {SHORTEST}")
+    command.check_least(options, batch=1, rounds=1, lengths=SHORTEST)
     if options.suite == "cpu" and options.device != "cpu":
         raise ValueError("--suite cpu runs on a CPU: leave out --device")
     if options.suite == "cpu" and min(options.lengths or [2 * BUDGET]) < 2 * BUDGET:

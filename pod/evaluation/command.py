@@ -89,6 +89,19 @@ def add_numbers(
     parser.add_argument(option, action=_Numbers, nargs="+", type=parse, metavar="N", default=default, help=help)
 
 
+def check_least(options: Any, **bounds: int) -> None:
+    """See that options are at least so much; of several numbers, the smallest counts, and None is any.
+
+    Raises:
+        ValueError: one is below its bound; names it, the bound and what it is.
+    """
+    for name, least in bounds.items():
+        value = getattr(options, name)
+        given = value if isinstance(value, list) else [value]
+        if value is not None and min(given) < least:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {min(given)}")
+
+
 def add_eviction(
     parser: argparse.ArgumentParser,
     option: str = "--eviction",

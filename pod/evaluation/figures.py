@@ -288,9 +288,7 @@ def run(options: argparse.Namespace) -> None:
         ValueError: options that mean nothing, two models of one name, layers that the model has not, a text that is too
             short.
     """
-    for name, least in (("texts", 1), ("samples", 1), ("window", 2), ("length", 5 if "tau" in options.only else 2)):
-        if getattr(options, name) < least:
-            raise ValueError(f"--{name} must be at least {least}, got {getattr(options, name)}")
+    command.check_least(options, texts=1, samples=1, window=2, length=5 if "tau" in options.only else 2)
     if "tau" in options.only and not all(0 <= tau <= 1 for tau in options.taus):
         raise ValueError(f"--taus {options.taus}: each between 0 (skip all that is distant) and 1 (skip nothing)")
     texts = given_texts(options.text) if set(options.only) - {"places"} else []

@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 
 from pod.evaluation import metrics, report
 from pod.evaluation.benchmark import Benchmark, Row, Score, add_limit, command, read_sets
-from pod.evaluation.command import add_numbers
+from pod.evaluation.command import add_numbers, check_least
 from pod.evaluation.haystack import NOISE, fit
 from pod.evaluation.lines import Fields, check_name, read_lines
 from pod.evaluation.runner import Request, as_chat, asked_last, tokenise
@@ -225,8 +225,7 @@ class InfiniteBench(Benchmark):
             check_name(f"--tasks {task}: no task of InfiniteBench here", task, PROMPTS)
             if options.made and task not in HIDDEN:
                 raise ValueError(f"--made has no words for {task}, only for {', '.join(HIDDEN)}")
-        if options.samples < 1:
-            raise ValueError(f"--samples must be at least 1, got {options.samples}")
+        check_least(options, samples=1)
         self.lengths = options.made or options.windows
         self.settings = {"made": options.samples} if options.made else {}
         self.title = "InfiniteBench" + (", hidden numbers made here" if options.made else "") + "."

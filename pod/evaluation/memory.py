@@ -168,8 +168,7 @@ def evaluate(options: argparse.Namespace) -> dict:
     Raises:
         ValueError, RecipeError: an option that cannot be.
     """
-    if min(options.lengths) < 1 or options.output < 1:
-        raise ValueError("--lengths and --output must be at least 1 token")
+    command.check_least(options, lengths=1, output=1)
     config = read_config(options.model, "--model")
     memory, reserved = read_memory(options.memory)
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from pod.evaluation import report, runner
 from pod.evaluation.benchmark import Benchmark, Row, Score, command
+from pod.evaluation.command import check_least
 from pod.evaluation.texts import read_text
 
 NEEDLE = "\nThe best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day.\n"
@@ -124,8 +125,7 @@ class Needle(Benchmark):
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__(options)
-        if options.steps < 1:
-            raise ValueError(f"--steps must be at least 1, got {options.steps}")
+        check_least(options, steps=1)
         if options.min_length > options.max_length:
             raise ValueError(f"--min-length {options.min_length} is above --max-length {options.max_length}")
         self.lengths = list(dict.fromkeys(map(round, grid(options.min_length, options.max_length, options.steps))))

@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerBase
 
 from pod.evaluation import metrics
 from pod.evaluation.benchmark import Benchmark, Row, Score, add_limit, command, read_sets
-from pod.evaluation.command import add_numbers
+from pod.evaluation.command import add_numbers, check_least
 from pod.evaluation.lines import Fields, check_fields, read_lines
 from pod.evaluation.runner import Request, as_chat, question_at, tokenise
 from pod.extras import require
@@ -378,14 +378,7 @@ class NeedleBench(Benchmark):
         super().__init__(options)
         lengths, depths, self.buffers = SIZES[options.size]
         self.lengths, self.depths = options.lengths or lengths, options.depths or depths
-        for name, least, values in (
-            ("--repeats", 1, [1 if options.repeats is None else options.repeats]),
-            ("--max-new-tokens", 1, [options.max_new_tokens]),
-            ("--lengths", 1, self.lengths),
-            ("--depths", 0, self.depths),
-        ):
-            if min(values) < least:
-                raise ValueError(f"{name} must be at least {least}, got {min(values)}")
+        check_least(options, repeats=1, max_new_tokens=1, lengths=1, depths=0)
         if max(self.depths) > 100:
             raise ValueError(f"--depths are per cent, got {max(self.depths)}")
         if options.data is None and not self.score_only:

@@ -226,8 +226,7 @@ def evaluate(options: argparse.Namespace, text: str) -> dict:
     for ckpt in options.ckpt:
         models.require_model(ckpt)
     depths, samples = options.depths, options.samples
-    if depths < 2 or samples < 1 or options.batch_size < 1:
-        raise ValueError("--depths must be at least 2, --samples and --batch-size at least 1")
+    command.check_least(options, depths=2, samples=1, batch_size=1)
     by_range = options.protocol == "cascade"
     if by_range:
         places = [(index / depths, (index + 1) / depths) for index in range(depths)]

@@ -205,8 +205,7 @@ def evaluate(options: argparse.Namespace, texts: list[str]) -> dict[str, dict[st
     """
     length, limit, batch_size, data = options.length, options.limit, options.batch_size, options.data
     methods = options.eviction or []
-    if (length is not None and length < 2) or limit < 1 or batch_size < 1:
-        raise ValueError("--length must be at least 2, --limit and --batch-size at least 1")
+    command.check_least(options, length=2, limit=1, batch_size=1)
     if methods and options.stream is None:
         raise ValueError(
             "--eviction needs --stream N, tokens fed at a time: a text taken whole is over before anything is evicted"

@@ -115,8 +115,7 @@ def run(options: argparse.Namespace) -> dict[tuple[str, int], Losses]:
         ValueError: books, sizes, methods or checkpoints that cannot be.
     """
     check_limit(options.limit)
-    if min(options.sizes) < 1 or options.stride < 1:
-        raise ValueError("--sizes and --stride must be at least 1")
+    command.check_least(options, sizes=1, stride=1)
     books = read_books(options.books, options.limit)
     methods = {size: [method_of(text, size, options.stride) for text in options.methods] for size in options.sizes}
     check_streamed(method for found in methods.values() for method in found)

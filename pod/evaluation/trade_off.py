@@ -178,10 +178,7 @@ def run(options: argparse.Namespace) -> list[dict]:
     Raises:
         ValueError: an option that cannot be, or results of other settings, weights or methods in --out.
     """
-    if options.depths < 2 or options.texts < 0 or min(options.samples, options.batch_size, options.stream) < 1:
-        raise ValueError(
-            "--depths must be at least 2, --samples, --batch-size and --stream at least 1, and --texts at least 0"
-        )
+    command.check_least(options, depths=2, samples=1, texts=0, stream=1, batch_size=1)
     text = "".join(given_texts(options.text))
     names = ("length", "depths", "samples", "texts", "stream", "phrase", "seed")
     settings = {name: getattr(options, name) for name in names} | {"text": sha256(text.encode()).hexdigest()}

@@ -85,7 +85,8 @@ def test_what_cannot_be_is_refused(ckpt, folder, tmp_path, capsys):
     for more, message in [
         (["--books", str(tmp_path / "empty")], "no NAME.txt or NAME.txt.gz is there"),
         (["--sizes", "9999"], "--sizes 9999: no book has more tokens, the longest"),
-        (["--stride", "0"], "--sizes and --stride must be at least 1"),
+        (["--stride", "0"], "--stride must be at least 1, got 0"),
+        (["--sizes", "64", "0"], "--sizes must be at least 1, got 0"),
         (["--limit", "0"], "--limit must be at least 1"),
         (["--methods", "snapkv:query_aware=false"], "with query_aware=false the first chunk"),
         (["--methods", "snapkv:budget=9"], "budget"),
