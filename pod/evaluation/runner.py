@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from jinja2 import TemplateError
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -335,14 +336,10 @@ def _generate(
     cache_factory: Callable[[PreTrainedModel], Any] | None,
 ) -> list[str]:
     """The new text of each row, special tokens skipped."""
-    longest = max(len(prompt.ids) for prompt in batch)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
-    input_ids = torch.full((len(batch), longest), pad)
-    mask = torch.zeros_like(input_ids)
-    for row, prompt in enumerate(batch):
-        input_ids[row, longest - len(prompt.ids) :] = torch.tensor(prompt.ids)
-        mask[row, longest - len(prompt.ids) :] = 1
-    input_ids, mask = input_ids.to(model.device), mask.to(model.device)
+    rows = [torch.tensor(prompt.ids, device=model.device) for prompt in batch]
+    input_ids = pad_sequence(rows, batch_first=True, padding_value=pad, padding_side="left")
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
     request = batch[0].request
     options: dict[str, Any] = {"pad_token_id": pad}
     if request.stop_at_newline:
