@@ -20,6 +20,7 @@ import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -118,21 +119,14 @@ PUBLISHED = {
 
 @dataclass
 class Tokens:
-    """How lengths are counted: text -> ids and back."""
+    """How lengths are counted: text -> ids, which are remembered as many prompts need them, and back."""
 
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
-    known: dict[str, list[int]] = field(default_factory=dict)
-
-    def of(self, text: str) -> list[int]:
-        """A haystack line's ids, which many prompts need."""
-        if text not in self.known:
-            self.known[text] = self.encode(text)
-        return self.known[text]
 
     @classmethod
     def of_model(cls, tokenizer: PreTrainedTokenizerBase) -> "Tokens":
-        return cls(lambda text: tokenise(tokenizer, text, False), tokenizer.decode)
+        return cls(cache(lambda text: tokenise(tokenizer, text, False)), tokenizer.decode)
 
     @classmethod
     def of_gpt4(cls) -> "Tokens":
@@ -152,7 +146,7 @@ class Tokens:
                 f"--tokens gpt-4: tiktoken's file cannot be fetched ({error}); put it into the folder that "
                 "TIKTOKEN_CACHE_DIR names, or count with --tokens model"
             ) from error
-        return cls(encoding.encode, encoding.decode)
+        return cls(cache(encoding.encode), encoding.decode)
 
 
 @dataclass
@@ -222,7 +216,7 @@ def haystack(tokens: Tokens, lines: Sequence[str], room: int) -> list[int]:
     """The first `room` tokens of the lines, each tokenised alone; fewer where they end."""
     found: list[int] = []
     for line in lines:
-        found += tokens.of(line)
+        found += tokens.encode(line)
         if len(found) >= room:
             break
     return found[: max(0, room)]

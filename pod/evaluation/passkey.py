@@ -28,6 +28,7 @@ import random
 import string
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate, chain
 from pathlib import Path
 
@@ -119,12 +120,12 @@ def passkey_prompts(
     if not lines:
         raise ValueError("the text to hide keys in is empty")
 
+    @cache
     def tokens(piece: str) -> list[int]:
         return tokenizer(piece, add_special_tokens=False)["input_ids"]
 
     start = start_ids(tokenizer)
     all_names = [a + b for a in string.ascii_lowercase for b in string.ascii_lowercase]
-    tokenised: dict[int, list[int]] = {}
     prompts = []
     for number, (first, last) in enumerate(bounds for bounds in ranges for _ in range(samples)):
         generator = random.Random(f"passkey-{seed}-{length}-{number}")
@@ -140,11 +141,10 @@ def passkey_prompts(
         filling: list[list[int]] = []
         at = generator.randrange(len(lines))
         while room > 0:
-            if at not in tokenised:
-                tokenised[at] = tokens(lines[at])
-            filling.append(tokenised[at][-room:])
+            line = tokens(lines[at])
+            filling.append(line[-room:])
             room -= len(filling[-1])
-            whole = len(filling[-1]) == len(tokenised[at])
+            whole = len(filling[-1]) == len(line)
             at = generator.randrange(len(lines)) if words else (at + 1) % len(lines)
         if filling and not whole:
             filling.insert(0, filling.pop())
