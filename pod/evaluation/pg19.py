@@ -119,6 +119,8 @@ def run(options: argparse.Namespace) -> dict[tuple[str, int], Losses]:
     books = read_books(options.books, options.limit)
     methods = {size: [method_of(text, size, options.stride) for text in options.methods] for size in options.sizes}
     check_streamed(method for found in methods.values() for method in found)
+    kinds = [type(method).__name__ for method in methods[options.sizes[0]]]
+    rows = [kind if kinds.count(kind) == 1 else text for kind, text in zip(kinds, options.methods, strict=True)]
     found: dict[tuple[str, int], Losses] = {}
     for ckpt in options.ckpt:
         hashes = {name: sha256(text.encode()).hexdigest() for name, text in books.items()}
@@ -131,7 +133,7 @@ def run(options: argparse.Namespace) -> dict[tuple[str, int], Losses]:
             if not longer:
                 most = max(map(len, ids.values()))
                 raise ValueError(f"--sizes {size}: no book has more tokens, the longest {most}; give a smaller size")
-            for variant in models.variants(model, methods[size]):
+            for shown, variant in zip([STRIDED, *rows], models.variants(model, methods[size]), strict=True):
                 row = STRIDED if variant.method is None else variant.name
                 losses = results.of(ckpt, row, size)
                 for name, tokens in longer.items():
@@ -145,8 +147,7 @@ def run(options: argparse.Namespace) -> dict[tuple[str, int], Losses]:
                         one = perplexity(variant.model, [tokens], None, options.stride, made, label=label)
                     losses[name] = (float(one.nats.sum()), int(one.count.sum()))
                     results.write()
-                kept = STRIDED if variant.method is None else type(variant.method).__name__
-                found[label_of(ckpt, kept), size] = {name: losses[name] for name in longer}
+                found[label_of(ckpt, shown), size] = {name: losses[name] for name in longer}
     return found
 
 

@@ -70,6 +70,14 @@ def test_the_table_is_what_is_computed_by_hand(model, tokenizer, ckpt, folder, t
     assert capsys.readouterr().out == said
 
 
+def test_two_methods_of_a_kind_are_two_rows(ckpt, folder, tmp_path, capsys):
+    arguments = ["--ckpt", str(ckpt), "--books", str(folder), "--sizes", "64", "--stride", "16", "--out", str(tmp_path)]
+    one, other = "cascade:sinks=4,num_cascades=1", "cascade:sinks=4,num_cascades=2"
+    assert pg19.main([*arguments, "--methods", f"{one}+streamingllm:sinks=4+{other}"]) == 0
+    rows = [line.split("|")[1].strip() for line in capsys.readouterr().out.splitlines() if line.startswith("| tiny")]
+    assert rows == [f"tiny, {name}" for name in ("strided", one, "StreamingLLM", other)]
+
+
 def test_chunks_have_each_target_once():
     ids = torch.arange(11)
     chunks = list(pg19.strided(ids, 4))
