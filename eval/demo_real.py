@@ -251,7 +251,8 @@ def run(options: argparse.Namespace) -> bool:
     for name, make in models.items():
         kept = options.out / "rows" / files[name]
         if not kept.is_file():
-            report.write_json(kept, measure_row(make(), tokenizer, texts, novel, first, name, options))
+            # Answers about needles are kept under that name, too.
+            report.write_json(kept, measure_row(make(), tokenizer, texts, novel, first, kept.stem, options))
         rows[name] = read_json(kept)
     both = {"dense": dense, "PoD, adapted": adapted}
     ids = token_ids(tokenizer, novel)[None]

@@ -68,3 +68,39 @@ def test_a_demo_of_other_settings_is_not_gone_on_with(demo, base, tmp_path, caps
 def test_the_demo_refuses_clearly(demo, capsys):
     assert demo.main(["trainer.max_step=3"]) == 2
     assert "Did you mean trainer.max_steps?" in capsys.readouterr().err
+
+
+def test_an_adapter_that_was_trained_anew_is_asked_anew(tmp_path, monkeypatch, capsys):
+    """Under the name, and in the folder, of one that was asked before."""
+    real = script("eval/demo_real.py")
+    blocks = pod.LayerBlocks([[0, 0], [0, 1]])
+    stock, shared = tiny_llama(), pod.convert(tiny_llama(), blocks, sink_size=2, recent_size=6)
+    monkeypatch.setattr(pod, "load", lambda base, adapter=None, dtype=None: stock if adapter is None else shared)
+    monkeypatch.setattr(real.AutoTokenizer, "from_pretrained", lambda *_: None)
+    for name, value in {"held_out": {}, "passkey_prompts": [], "passkey_accuracy": [], "make_requests": []}.items():
+        monkeypatch.setattr(real, name, lambda *_, value=value, **__: value)
+    weights, asked = {tmp_path / "shipped": "0", tmp_path / "mine": "1"}, []
+    monkeypatch.setattr(real, "weights_sum", weights.__getitem__)
+    monkeypatch.setattr(real, "weights_hash", lambda *_: "base")
+
+    def predict(model, tokenizer, requests, predictions, **options):
+        asked.append(predictions.folder)
+        return []
+
+    def stop(*_):
+        raise ValueError("as far as the rows")
+
+    monkeypatch.setattr(real, "predict", predict)
+    monkeypatch.setattr(real, "measure_caches", stop)
+    monkeypatch.setattr(real, "token_ids", lambda *_: real.torch.zeros(9))
+    (tmp_path / "data/held-out").mkdir(parents=True)
+    (tmp_path / "data/held-out/novel.txt").write_text("Anne Elliot")
+    arguments = ["--base", "base", "--adapter", str(tmp_path / "shipped"), "--also", f"mine={tmp_path / 'mine'}"]
+    arguments += ["--data", str(tmp_path / "data"), "--out", str(tmp_path / "out")]
+    assert real.main(arguments) == 2 and "as far as the rows" in capsys.readouterr().err
+    first = asked[-1]
+    assert len(set(asked)) == 4  # dense, converted, adapted, mine
+    asked.clear()
+    assert real.main(arguments) == 2 and not asked
+    weights[tmp_path / "mine"] = "2"
+    assert real.main(arguments) == 2 and len(asked) == 3 and first not in asked
