@@ -74,7 +74,7 @@ def numbers(text: str, kind: type[int] | type[float] = int) -> list[int] | list[
 
 class _Numbers(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: list, option_string: str | None = None):
-        setattr(namespace, self.dest, [number for part in values for number in part])
+        setattr(namespace, self.dest, list(dict.fromkeys(number for part in values for number in part)))
 
 
 def add_numbers(
@@ -84,7 +84,7 @@ def add_numbers(
     help: str,
     kind: type[int] | type[float] = int,
 ) -> None:
-    """Give a parser an option of one or more numbers, written `256,512` or `256 512`: a list of them."""
+    """Give a parser an option of one or more numbers, written `256,512` or `256 512`: a list of them, each once."""
     parse = partial(numbers, kind=kind)
     parser.add_argument(option, action=_Numbers, nargs="+", type=parse, metavar="N", default=default, help=help)
 

@@ -1,5 +1,6 @@
 """PoD's Table 2: the arithmetic against bytes measured on a CPU, and what the script writes."""
 
+import argparse
 import json
 
 import pytest
@@ -266,3 +267,9 @@ def test_lengths_that_are_no_numbers(capsys):
         memory.main(["--model", "llama3-8b", "--lengths", "a,b"])
     assert "'a,b' is not of whole numbers, comma-separated, such as 256,512" in capsys.readouterr().err
     assert command.numbers("512,256,512") == [512, 256]
+
+
+def test_each_length_is_taken_once():
+    parser = argparse.ArgumentParser()
+    command.add_numbers(parser, "--lengths", None, "tokens")
+    assert parser.parse_args(["--lengths", "512,256", "512"]).lengths == [512, 256]
