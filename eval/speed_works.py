@@ -26,6 +26,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 import pod
+from pod.evaluation.models import generate_greedily
 from pod_kernels import shared_score_attention
 from pod_kernels.flash import CUDNN
 
@@ -335,18 +336,10 @@ def generation(setting: Setting, length: int) -> Measured:
     models = random_models(setting, length)
 
     def run(model: PreTrainedModel, method: str | None = None) -> None:
-        kept, ids = None, random_ids(model, batch, length)
+        kept = None
         if method is not None:
             kept = pod.PodCache(model.config, length + NEW_TOKENS, pod.eviction.parse(method))
-        model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            past_key_values=kept,
-            min_new_tokens=NEW_TOKENS,
-            max_new_tokens=NEW_TOKENS,
-            do_sample=False,
-            pad_token_id=0,
-        )
+        generate_greedily(model, random_ids(model, batch, length), NEW_TOKENS, cache=kept)
 
     for name in ("PoD", DENSE):
         works |= by_backends(setting, name, partial(run, models[name]))
