@@ -42,16 +42,8 @@ class NearKeysManager(SlidingWindowManager):
         **parallel: int,
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
         """The longest prefix whose window and whose sinks are cached: the sinks' blocks in the place of null blocks."""
-        blocks, length = super().find_longest_cache_hit(
-            block_hashes,
-            max_length,
-            kv_cache_group_ids,
-            block_pool,
-            kv_cache_spec,
-            drop_eagle_block,
-            alignment_tokens,
-            **parallel,
-        )
+        where = (kv_cache_group_ids, block_pool, kv_cache_spec, drop_eagle_block, alignment_tokens)
+        blocks, length = super().find_longest_cache_hit(block_hashes, max_length, *where, **parallel)
         size = kv_cache_spec.block_size
         hashes = resolve_block_hashes(
             block_hashes,
@@ -65,16 +57,7 @@ class NearKeysManager(SlidingWindowManager):
                 continue
             found = block_pool.get_cached_block(hashes[number], kv_cache_group_ids)
             if found is None:  # what is cached behind it is of no use
-                return cls.find_longest_cache_hit(
-                    block_hashes,
-                    number * size,
-                    kv_cache_group_ids,
-                    block_pool,
-                    kv_cache_spec,
-                    drop_eagle_block,
-                    alignment_tokens,
-                    **parallel,
-                )
+                return cls.find_longest_cache_hit(block_hashes, number * size, *where, **parallel)
             for of_group, block in zip(blocks, found, strict=True):
                 of_group[number] = block
         return blocks, length
