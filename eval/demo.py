@@ -61,7 +61,7 @@ COLUMNS = {
 def write_data(recipe: Recipe) -> Path:
     """The recipe's corpus, where it is missing, and held-out text without keys; returns the latter's directory."""
     length = recipe.data.sequence_length
-    trained = recipe.trainer.tokens_per_batch // length * steps(recipe)
+    trained = recipe.trainer.tokens_per_batch // length * steps(recipe.trainer)
     if not (Path(recipe.data.path) / "index.json").exists():
         write_corpus(recipe.data.path, length, samples=max(trained, 64), validation_samples=64, seed=2)
     samples = PreparedData(recipe.data.path).splits["train"]["samples"]
@@ -259,7 +259,7 @@ def run(overrides: list[str]) -> Path:
             f"{context:,} tokens, where the formula says {expected:,} bytes.",
             f"- Window: {sinks} sinks + {recent} recent tokens; "
             f"{result['asked_beyond_window']:.0%} of the asked keys lie beyond it.",
-            f"- PoD after {steps(recipe)} steps, against dense with the same steps: "
+            f"- PoD after {steps(recipe.trainer)} steps, against dense with the same steps: "
             f"{fitted['passkey'] / max(compared['passkey'], 1e-9):.3f} of the pass-key accuracy, bits per byte "
             f"{fitted['bits_per_byte'] / compared['bits_per_byte'] - 1:+.2%}.",
             f"- Decode speed: tokens/s relative to the dense base with transformers' cache, 4 rows, {DECODED} tokens "

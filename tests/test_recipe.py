@@ -77,7 +77,7 @@ def test_every_recipe_loads(name):
     assert recipe.name == name
     assert output_folder(recipe) == Path("checkpoints") / name
     assert accumulate(recipe) >= 1
-    assert 0 < warmup_steps(recipe) < steps(recipe)
+    assert 0 < warmup_steps(recipe.optimizer, recipe.trainer) < steps(recipe.trainer)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -113,7 +113,7 @@ def test_the_papers_numbers():
     assert [recipe.data.sequence_length for recipe in (dense, pod, long)] == [32768, 32768, 131072]
     for recipe in (dense, pod, long):
         assert recipe.trainer.max_tokens == 5_000_000_000 and recipe.trainer.tokens_per_batch == 4 * 2**20
-        assert steps(recipe) == 1193 and recipe.optimizer.lr == 1e-5
+        assert steps(recipe.trainer) == 1193 and recipe.optimizer.lr == 1e-5
     for recipe in (pod, long):
         assert (recipe.model.sink_size, recipe.model.recent_size, recipe.blocks.kv_saving) == (16, 4080, 0.35)
         assert (recipe.blocks.samples, recipe.blocks.last_q) == (1000, 16)
@@ -200,9 +200,10 @@ def test_only_required_keys(tmp_path):
     """
     recipe = load_recipe([f"recipe={write(tmp_path, text)}"])
     assert recipe.model.recent_size == 4080 and recipe.optimizer.betas == [0.9, 0.95]
-    assert steps(recipe) == 62 and warmup_steps(recipe) == 2 and accumulate(recipe) == 2
+    assert steps(recipe.trainer) == 62 and accumulate(recipe) == 2
+    assert warmup_steps(recipe.optimizer, recipe.trainer) == 2
     recipe.optimizer.warmup_tokens = None
-    assert warmup_steps(recipe) == 0
+    assert warmup_steps(recipe.optimizer, recipe.trainer) == 0
     recipe.output = "elsewhere"
     assert output_folder(recipe) == Path("elsewhere")
 

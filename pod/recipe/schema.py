@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -173,32 +173,23 @@ def _shares(recipe: Recipe) -> bool:
 # What a run derives from its recipe
 
 
-class HasSchedule(Protocol):
-    """A recipe, or what has these sections of one."""
-
-    @property
-    def optimizer(self) -> Optimizer: ...
-    @property
-    def trainer(self) -> Trainer: ...
-
-
 def output_folder(recipe: Recipe) -> Path:
     """Where the run writes: `output`, or checkpoints/NAME."""
     return Path(recipe.output) if recipe.output is not None else Path("checkpoints") / recipe.name
 
 
-def steps(recipe: HasSchedule) -> int:
+def steps(trainer: Trainer) -> int:
     """Optimiser steps of the whole run: `trainer.max_steps`, or `trainer.max_tokens` rounded up to whole steps."""
-    if recipe.trainer.max_steps is not None:
-        return recipe.trainer.max_steps
-    return -(-recipe.trainer.max_tokens // recipe.trainer.tokens_per_batch)
+    if trainer.max_steps is not None:
+        return trainer.max_steps
+    return -(-trainer.max_tokens // trainer.tokens_per_batch)
 
 
-def warmup_steps(recipe: HasSchedule) -> int:
+def warmup_steps(optimizer: Optimizer, trainer: Trainer) -> int:
     """Optimiser steps of the warm-up: `optimizer.warmup_steps`, or `optimizer.warmup_tokens` rounded up, or 0."""
-    if recipe.optimizer.warmup_tokens is not None:
-        return -(-recipe.optimizer.warmup_tokens // recipe.trainer.tokens_per_batch)
-    return recipe.optimizer.warmup_steps or 0
+    if optimizer.warmup_tokens is not None:
+        return -(-optimizer.warmup_tokens // trainer.tokens_per_batch)
+    return optimizer.warmup_steps or 0
 
 
 def data_parallel_size(recipe: Recipe) -> int:

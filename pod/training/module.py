@@ -390,7 +390,7 @@ class PodModule(lightning.LightningModule):
             group["lr"] = rate * factor(schedule.last_epoch)
 
     def configure_optimizers(self) -> dict[str, Any]:
-        settings = self.sections.optimizer
+        settings, trainer = self.sections.optimizer, self.sections.trainer
         matrices: dict[nn.Parameter, bool] = {}
         for module in self.model.modules():
             for name, parameter in module.named_parameters(recurse=False):
@@ -405,7 +405,7 @@ class PodModule(lightning.LightningModule):
         groups = [group for group in groups if group["params"]]  # adapters are all matrices
         optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=tuple(settings.betas))
         schedule = get_cosine_with_min_lr_schedule_with_warmup(
-            optimizer, warmup_steps(self.sections), steps(self.sections), min_lr=settings.min_lr
+            optimizer, warmup_steps(settings, trainer), steps(trainer), min_lr=settings.min_lr
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 

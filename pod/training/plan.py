@@ -18,7 +18,7 @@ from pod.model.sequence_parallel import check_heads
 from pod.model.shape import KNOWN_CONFIGS, Shape
 from pod.recipe.errors import RecipeError
 from pod.recipe.loading import load_recipe, recipes
-from pod.recipe.schema import Recipe, accumulate, output_folder, steps
+from pod.recipe.schema import Recipe, accumulate, data_parallel_size, output_folder, steps
 from pod.training.base_model import new_config
 
 
@@ -27,32 +27,29 @@ class Plan:
     """A run's arithmetic.
 
     Attributes:
-        name: of the run.
+        recipe: the run's.
         memory: of one GPU.
-        gpu, gpu_name: which GPU; utilisation: share of its peak FLOP/s that counts towards the model.
-        nodes, devices: machines, and GPUs of each.
-        accumulation: micro-batches of a step. steps: of the run.
+        gpu_name: which GPU; utilisation: share of its peak FLOP/s that counts towards the model.
         upper_bound: the blocks are not known yet, so anchors are counted at their most.
     """
 
-    name: str
+    recipe: Recipe
     memory: Memory
-    gpu: Gpu
     gpu_name: str
     utilisation: float
-    nodes: int
-    devices: int
-    accumulation: int
-    steps: int
     upper_bound: bool
 
     @property
-    def data_parallel(self) -> int:
-        return self.memory.processes // self.memory.sequence_parallel
+    def gpu(self) -> Gpu:
+        return GPUS[self.gpu_name]
+
+    @property
+    def steps(self) -> int:
+        return steps(self.recipe.trainer)
 
     @property
     def tokens_per_step(self) -> int:
-        return self.memory.micro_batch * self.memory.length * self.data_parallel * self.accumulation
+        return self.memory.micro_batch * self.memory.length * data_parallel_size(self.recipe) * accumulate(self.recipe)
 
     @property
     def longest(self) -> int:
@@ -78,7 +75,7 @@ class Plan:
 
     def lines(self) -> Iterator[str]:
         """The report."""
-        memory, shape = self.memory, self.memory.shape
+        memory, shape, trainer = self.memory, self.memory.shape, self.recipe.trainer
         matrices, attention = self.flops_per_token
         fits = "fits" if memory.total <= self.gpu.memory else "DOES NOT FIT"
         bound = ", anchors at their most" if self.upper_bound and memory.sharing.pairs else ""
@@ -99,23 +96,24 @@ class Plan:
             kinds[3] = ("activations", memory.checkpoints, "no gradient checkpointing")
         elif memory.offload_checkpoints:
             kinds[3] = ("checkpoints", memory.checkpoints, "the rest on the host")
+        groups = data_parallel_size(self.recipe)
         zero = f"ZeRO-{memory.stage}" if memory.zero else "DDP" if memory.processes > 1 else "one process"
         trained = f", {memory.adapters / 1e6:.1f}M of adapters trained" if memory.adapters else ""
         taught = ", taught by the dense base" if memory.distills else ""
-        yield f"plan of {self.name}: {shape.parameters / 1e9:.3f}B parameters{trained}{taught}"
+        yield f"plan of {self.recipe.name}: {shape.parameters / 1e9:.3f}B parameters{trained}{taught}"
         yield (
-            f"layout         {self.nodes} node(s) x {self.devices} {self.gpu_name}, {zero}: "
-            f"{self.data_parallel} sample(s) at a time, each over {memory.sequence_parallel} GPU(s)"
+            f"layout         {trainer.num_nodes} node(s) x {trainer.devices} {self.gpu_name}, {zero}: "
+            f"{groups} sample(s) at a time, each over {memory.sequence_parallel} GPU(s)"
         )
         yield (
-            f"step           {self.tokens_per_step:,} tokens = {self.data_parallel} x {memory.micro_batch} samples of "
-            f"{memory.length:,} tokens x {self.accumulation} accumulated"
+            f"step           {self.tokens_per_step:,} tokens = {groups} x {memory.micro_batch} samples of "
+            f"{memory.length:,} tokens x {accumulate(self.recipe)} accumulated"
         )
         yield f"per GPU        {gib(memory.total)} of {gib(self.gpu.memory)}: {fits}"
         for kind, value, remark in kinds:
             yield f"  {kind:<14}{gib(value):>12}  {remark}".rstrip()
         if memory.host:
-            yield f"host memory    {gib(memory.host)} for each GPU, {gib(memory.host * self.devices)} a node"
+            yield f"host memory    {gib(memory.host)} for each GPU, {gib(memory.host * trainer.devices)} a node"
         yield f"longest        {self.longest:,} tokens in a sample"
         yield (
             f"FLOPs          {(matrices + attention) / 1e9:,.1f}G per token, "
@@ -221,18 +219,7 @@ def make_plan(recipe: Recipe, gpu: str = "H100", utilisation: float = 0.4) -> Pl
         distills=recipe.distill.weight > 0,
         teacher=recipe.distill.weight > 0 and recipe.lora.rank == 0,
     )
-    return Plan(
-        name=recipe.name,
-        memory=memory,
-        gpu=GPUS[gpu],
-        gpu_name=gpu,
-        utilisation=utilisation,
-        nodes=trainer.num_nodes,
-        devices=trainer.devices,
-        accumulation=accumulate(recipe),
-        steps=steps(recipe),
-        upper_bound=blocks is None or wanted.streaming > 0,
-    )
+    return Plan(recipe, memory, gpu, utilisation, upper_bound=blocks is None or wanted.streaming > 0)
 
 
 def show_plan(arguments: Sequence[str]) -> None:

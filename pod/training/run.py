@@ -347,7 +347,7 @@ def make_trainer(recipe: Recipe, out: Path, save_at_end: SaveAtEnd) -> lightning
         num_nodes=recipe.trainer.num_nodes,
         strategy=strategy(recipe),
         precision=recipe.trainer.precision,
-        max_steps=steps(recipe),
+        max_steps=steps(recipe.trainer),
         max_epochs=-1,
         accumulate_grad_batches=accumulation,
         gradient_clip_val=recipe.optimizer.gradient_clip,
