@@ -1,7 +1,5 @@
 """README.md of an export: what it is, how it is loaded, what it was trained on and what was measured."""
 
-import csv
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -111,19 +109,12 @@ def measured(run: Path, step: int) -> tuple[dict[str, float], int]:
     Returns:
         Metric -> value, empty when it never validated; and after how many steps that was.
     """
-    found: dict[str, float] = {}
-    done = 0
-    for log in sorted((run / "logs").glob("version_*/metrics.csv"), key=lambda path: int(path.parent.name[8:])):
-        with open(log, newline="", encoding="utf-8", errors="replace") as file:
-            # What follows the last newline was being written when the disk was full or the process was killed.
-            for row in csv.DictReader(line for line in file if line.endswith("\n")):
-                try:
-                    values = {key: float(row[key]) for key in row if str(key).startswith("val_") and row[key]}
-                    if values and int(row["step"]) < step:  # the log counts steps from 0
-                        found, done = values, int(row["step"]) + 1
-                except (KeyError, TypeError, ValueError) as error:
-                    print(f"warning: {log}: a damaged line is left out ({error})", file=sys.stderr)
-    return found, done
+    from pod.training.summary import read_metrics  # brings lightning, as the run's checkpoint did
+
+    rows = [row for row in read_metrics(run) if "val_loss" in row and row["step"] < step]  # the log counts from 0
+    if not rows:
+        return {}, 0
+    return {key: value for key, value in rows[-1].items() if key.startswith("val_")}, int(rows[-1]["step"]) + 1
 
 
 def card_metadata(base: str | None, datasets: Sequence[str] = (), adapter: bool = False) -> ModelCardData:

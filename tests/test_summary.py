@@ -43,6 +43,16 @@ def test_the_last_word_on_each_step(run):
     ]
 
 
+def test_a_log_that_a_kill_or_a_full_disk_cut_off(run, capsys):
+    """What is cut off is no number of the run's, and a damaged line does not end a run that is done otherwise."""
+    wanted = read_metrics(run)
+    log = run / "logs/version_2/metrics.csv"
+    log.write_bytes(log.read_bytes() + b"0,,,x3,0.5,,\n0,,,inf,0.5,,\n0,,,4,0.1\xff")
+    assert read_metrics(run) == wanted
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2 and all(f"{log}: a damaged line is left out" in line for line in said)
+
+
 def test_means_are_of_five(tmp_path):
     folder = tmp_path / "logs/version_0"
     folder.mkdir(parents=True)

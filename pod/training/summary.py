@@ -4,6 +4,7 @@ The numbers are those of the run's `logs/version_*/metrics.csv`, which a run tha
 """
 
 import csv
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,7 +32,7 @@ GATE = "gate/layer_"
 
 
 def read_metrics(folder: Path) -> Rows:
-    """What the logs of a run have of each step, in order; of one that was repeated after a resume the last word.
+    """What the logs of a run have of each step, as it came; of one that was repeated after a resume the last word.
 
     Args:
         folder: of the run.
@@ -39,16 +40,23 @@ def read_metrics(folder: Path) -> Rows:
     rows: dict[tuple[int, bool], dict[str, float]] = {}
     logs = sorted(folder.glob("logs/version_*/metrics.csv"), key=lambda path: int(path.parent.name.split("_")[1]))
     for path in logs:
-        with open(path, newline="", encoding="utf-8") as file:
-            for line in csv.DictReader(file):
-                row = {name: float(value) for name, value in line.items() if value}
-                rows[int(row["step"]), "val_loss" in row] = row
-    return [rows[key] for key in sorted(rows)]
+        with open(path, newline="", encoding="utf-8", errors="replace") as file:
+            # What follows the last newline was being written when the disk was full or the process was killed.
+            for line in csv.DictReader(line for line in file if line.endswith("\n")):
+                try:
+                    row = {name: float(value) for name, value in line.items() if value}
+                    key = int(row["step"]), "val_loss" in row
+                except (KeyError, OverflowError, TypeError, ValueError) as error:
+                    print(f"warning: {path}: a damaged line is left out ({error})", file=sys.stderr)
+                    continue
+                rows.pop(key, None)
+                rows[key] = row
+    return list(rows.values())
 
 
 def series(rows: Rows, name: str) -> tuple[list[float], list[float]]:
-    """Steps, and a metric's values there."""
-    found = [(row["step"], row[name]) for row in rows if name in row]
+    """Steps in order, and a metric's values there."""
+    found = sorted((row["step"], row[name]) for row in rows if name in row)
     return [step for step, _ in found], [value for _, value in found]
 
 
