@@ -143,6 +143,16 @@ def frozen(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
+@contextmanager
+def attended(model: nn.Module) -> Iterator[list[Tensor]]:
+    """In the block, what each layer's attention gives to its output projection, [B, T, H * D], as layers run."""
+    found: list[Tensor] = []
+    with ExitStack() as hooks:
+        for layer in model.model.layers:
+            hooks.enter_context(layer.self_attn.o_proj.register_forward_pre_hook(lambda _, args: found.append(args[0])))
+        yield found
+
+
 def _gradients(
     model: nn.Module, attentions: list[nn.Module], input_ids: Tensor, draws: torch.Generator
 ) -> list[Tensor]:

@@ -30,6 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import pod
 from pod.eviction import H2O, Cascade
+from pod.model.probe import attended
 from pod_kernels import shared_score_attention
 from pod_kernels.block_tables import block_table_attention
 from pod_kernels.dispatch import forced
@@ -247,16 +248,9 @@ def _decode(trial: Trial) -> float:
         return cache
 
     def steps(which: PreTrainedModel, cache: pod.PodCache, backend: str) -> Tensor:
-        seen: list[Tensor] = []
-        hooks = [
-            layer.self_attn.o_proj.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
-            for layer in which.model.layers
-        ]
-        with forced(backend):
+        with attended(which) as seen, forced(backend):
             for place in range(trial.tokens, trial.tokens + STEPS):
                 which(ids[:, place : place + 1], attention_mask=mask[:, : place + 1], past_key_values=cache)
-        for hook in hooks:
-            hook.remove()
         return torch.stack(seen)
 
     def step(cache: pod.PodCache, backend: str) -> None:

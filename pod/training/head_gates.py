@@ -26,7 +26,7 @@ from pod.blocks import LayerBlocks
 from pod.evaluation.texts import start_ids, token_ids
 from pod.files import locked
 from pod.model.families import convert
-from pod.model.probe import frozen
+from pod.model.probe import attended, frozen
 from pod.training.checkpoints import Checkpoints, SaveAtEnd, WholeFiles, last_checkpoint
 from pod.training.run import MetricsLog, StepsBar
 
@@ -200,18 +200,8 @@ class HeadGates(lightning.LightningModule):
             input_ids: [B, T] int64.
         """
         full, window = self.models
-        attended: list[Tensor] = []
-        handles = [
-            layer.self_attn.o_proj.register_forward_pre_hook(lambda _, args: attended.append(args[0]))
-            for layer in full.model.layers
-        ]
-        try:
-            with torch.no_grad():
-                wanted = full.model(input_ids, use_cache=False).last_hidden_state
-        finally:
-            for handle in handles:
-                handle.remove()
-        self.attended = attended
+        with attended(full) as self.attended, torch.no_grad():
+            wanted = full.model(input_ids, use_cache=False).last_hidden_state
         return wanted, window.model(input_ids, use_cache=False).last_hidden_state
 
     def training_step(self, batch: tuple[Tensor, int], index: int) -> Tensor:
