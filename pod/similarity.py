@@ -20,21 +20,16 @@ blocks by that cost less before any training (docs/ADAPTATION.md), and measuring
 Shapes: B batch, T tokens, L layers, H query heads, H_kv KV heads, G = H / H_kv, D head size, q queries, N keys.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from pod.blocks import LayerBlocks, check_sizes
 from pod.extras import require
 from pod.model.probe import Meter, Seen, watch
-
-if TYPE_CHECKING:
-    from pod.blocks import LayerBlocks
 
 _SCRATCH_BYTES = 8 * 2**20  # of each of the at most four temporaries of divergences: they stay in a CPU's cache
 
@@ -141,7 +136,7 @@ class Similarity(Meter):
     ) -> None:
         if last_q < 1:
             raise ValueError(f"last_q must be at least 1, got {last_q}")
-        _check_sizes(sink_size, recent_size)
+        check_sizes(sink_size, recent_size, "scores")
         self.last_q, self.sink_size, self.recent_size = last_q, sink_size, recent_size
         # Allowed keys of query i are first_key <= j <= i - offset.
         self.first_key, self.offset = (sink_size, recent_size) if distant_only else (0, 0)
@@ -193,7 +188,7 @@ class Damage(Meter):
     """
 
     def __init__(self, sink_size: int, recent_size: int, queries: int = 64, fisher: bool = False) -> None:
-        _check_sizes(sink_size, recent_size)
+        check_sizes(sink_size, recent_size, "scores")
         if queries < 1:
             raise ValueError(f"queries must be at least 1, got {queries}")
         self.sink_size, self.recent_size, self.queries = sink_size, recent_size, queries
@@ -263,13 +258,6 @@ class Damage(Meter):
         if not self.sums.isfinite().all():
             raise RuntimeError("the damage is not finite: is the model's dtype too narrow or a weight broken?")
         return (self.sums / self.count).float()
-
-
-def _check_sizes(sink_size: int, recent_size: int) -> None:
-    if sink_size < 0:
-        raise ValueError(f"sink_size must be at least 0, got {sink_size}")
-    if recent_size < 1:
-        raise ValueError(f"recent_size must be at least 1 (the token itself), got {recent_size}")
 
 
 def _too_short(what: str, longest: int, sink_size: int, recent_size: int) -> str:

@@ -338,7 +338,7 @@ def test_damage_refuses():
     model = tiny_model()
     with pytest.raises(ValueError, match=r"longest has 9 tokens.*4 \+ 5 = 9"):
         sharing_damage(model, [tokens(1, 9)], 4, 5, progress=False)
-    with pytest.raises(ValueError, match="recent_size must be at least 1"):
+    with pytest.raises(ValueError, match="recent_size must be >= 1 token"):
         sharing_damage(model, [tokens(1, 9)], 4, 0, progress=False)
     with pytest.raises(ValueError, match="queries must be at least 1, got 0"):
         sharing_damage(model, [tokens(1, 9)], 1, 1, queries=0, progress=False)
@@ -418,9 +418,9 @@ def test_refuses_bad_arguments():
         similarity([])
     with pytest.raises(ValueError, match="last_q must be at least 1, got 0"):
         similarity([tokens(1, 9)], 0)
-    with pytest.raises(ValueError, match="sink_size must be at least 0, got -1"):
+    with pytest.raises(ValueError, match="sink_size must be >= 0 tokens, got -1"):
         similarity([tokens(1, 9)], sink_size=-1)
-    with pytest.raises(ValueError, match="recent_size must be at least 1"):
+    with pytest.raises(ValueError, match="recent_size must be >= 1 token"):
         similarity([tokens(1, 9)], recent_size=0)
     with pytest.raises(ValueError, match="3 tokens, fewer than last_q=4"):
         similarity([tokens(1, 3)])
