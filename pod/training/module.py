@@ -391,17 +391,12 @@ class PodModule(lightning.LightningModule):
 
     def configure_optimizers(self) -> dict[str, Any]:
         settings, trainer = self.sections.optimizer, self.sections.trainer
-        matrices: dict[nn.Parameter, bool] = {}
-        for module in self.model.modules():
-            for name, parameter in module.named_parameters(recurse=False):
-                matrix = len(_shape(parameter)) > 1 and not isinstance(module, nn.Embedding) and name == "weight"
-                if parameter.requires_grad:
-                    # A head tied to the embedding is one parameter, and stays undecayed.
-                    matrices[parameter] = matrix and matrices.get(parameter, True)
-        groups = [
-            {"params": [p for p, matrix in matrices.items() if matrix is decayed], "weight_decay": decay}
-            for decayed, decay in ((True, settings.weight_decay), (False, 0.0))
-        ]
+        # A head tied to the embedding is one parameter, and stays undecayed.
+        embeddings = {module.weight for module in self.model.modules() if isinstance(module, nn.Embedding)}
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        matrices = [p for p in trained if len(_shape(p)) > 1 and p not in embeddings]
+        others = [p for p in trained if len(_shape(p)) < 2 or p in embeddings]
+        groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
         groups = [group for group in groups if group["params"]]  # adapters are all matrices
         optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=tuple(settings.betas))
         schedule = get_cosine_with_min_lr_schedule_with_warmup(
