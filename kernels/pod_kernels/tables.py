@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pod_kernels.segments import on_device
+
 TILE = 64  # queries of a tile of a prefill, at most; a power of two, as all widths are: a kernel is compiled for each
 
 
@@ -99,20 +101,8 @@ class Tiles:
         inside = np.arange(width)
         tokens = (starts[rows] + offsets)[:, None] + np.minimum(inside, filled[:, None] - 1)
         is_query = inside < filled[:, None]
-
-        def tensor(array: np.ndarray) -> Tensor:
-            return torch.from_numpy(array.astype(np.int64)).to(device, non_blocking=True)
-
-        return cls(
-            tensor(rows),
-            tensor(first),
-            tensor(first + filled - 1),
-            tensor(tokens),
-            tensor(tokens[is_query]),
-            tensor(np.flatnonzero(is_query)),
-            first,
-            first + filled,
-        )
+        arrays = rows, first, first + filled - 1, tokens, tokens[is_query], np.flatnonzero(is_query)
+        return cls(*on_device(arrays, device), first, first + filled)
 
     def grouped(self, queries: Tensor, kv_heads: int) -> Tensor:
         """The tiles' queries of [T, H, D]: [N, H_kv, G * Q, D]."""
