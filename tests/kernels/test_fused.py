@@ -369,20 +369,33 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from pod_kernels.triton import fused, fused_tiles
 
+TENSOR = ("*bf16", "i32", "i32", "i32")  # and its strides
+GIVEN = {
+    "forward": {"results": (TENSOR, "*fp32", "*fp32")},
+    "query_grad": {"known": (TENSOR, TENSOR, "*fp32", "*fp32"), "grads": (TENSOR, TENSOR)},
+    "key_grad": {"known": (TENSOR, "*fp32", "*fp32"), "grads": (TENSOR, TENSOR, TENSOR)},
+}
+
+
+def numbers(kind, *place):
+    # Where the pointers and numbers of an argument are, one inside another.
+    if not isinstance(kind, tuple):
+        return [place]
+    return [found for at, part in enumerate(kind) for found in numbers(part, *place, at)]
+
+
 for name, kernel in fused.KERNELS.items():
     launch = fused.LAUNCHES[name, 128].hopper
     cut = fused_tiles.Tiles(128, 128, launch.query_tile, launch.key_tile)
     constants = {"CUT": cut, "DISTANT": True, "SPANS": True, "GATE": True}
     constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
+    tensors = {"inputs": (TENSOR,) * 5, "spans": "*i32", **GIVEN[name]}
     types, aligned = {}, {}
     for place, argument in enumerate(kernel.arg_names):
         types[argument] = "constexpr" if argument in constants else "fp32" if argument == "scale" else "i32"
-        if argument in ("spans", "lse", "gate", "correction"):
-            types[argument] = "*i32" if argument == "spans" else "*fp32"
-            aligned[place,] = [["tt.divisibility", 16]]
-        elif argument not in constants and argument not in fused_tiles.ANY:  # a tensor and its strides
-            types[argument] = ("*bf16", "i32", "i32", "i32")
-            aligned |= {(place, part): [["tt.divisibility", 16]] for part in range(4)}
+        if argument in tensors:
+            types[argument] = tensors[argument]
+            aligned |= dict.fromkeys(numbers(tensors[argument], place), [["tt.divisibility", 16]])
     source = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=aligned)
     options = {"num_warps": launch.warps, "num_stages": launch.stages, "enable_fp_fusion": True}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)

@@ -104,7 +104,7 @@ class _Kernels:
         self.sizes = (min(sink_size, self.length), min(recent_size, self.length), scale)
         self.device, self.itemsize = q.device, q.itemsize
 
-    def run(self, name: str, *operands: Tensor | tuple, **constants: bool) -> None:
+    def run(self, name: str, *operands: tuple, **constants: bool) -> None:
         padded = max(16, triton.next_power_of_2(self.dim))
         launch = launch_of(name, padded, self.itemsize, self.device)
         groups = self.heads // self.kv_heads
@@ -117,7 +117,7 @@ class _Kernels:
         spans = self.spans if self.spans is not None else self.inputs[0]
         with torch.cuda.device_of(self.inputs[0]):
             KERNELS[name][(triton.cdiv(self.length, own_tile) * self.batch * heads,)](
-                *map(strided, self.inputs),
+                tuple(map(strided, self.inputs)),
                 spans,
                 *operands,
                 self.batch,
@@ -158,7 +158,7 @@ def _forward(
     if want_gate and not kernels.distant:
         gate.fill_(1.0)
     if not kernels.is_empty:
-        kernels.run("forward", strided(out), lse, gate, GATE=want_gate and kernels.distant)
+        kernels.run("forward", (strided(out), lse, gate), GATE=want_gate and kernels.distant)
     return out, lse, gate
 
 
@@ -198,10 +198,9 @@ def _backward(
     if not kernels.is_empty:
         grad_out, out, lse = unit_stride(grad_out), unit_stride(out), lse.contiguous()
         correction = _empty(lse.shape, lse.dtype, lse.device)
-        grads_of_queries = strided(dq), strided(dq_distant)
-        grads_of_keys = strided(dk), strided(dv), strided(dk_distant)
-        kernels.run("query_grad", strided(out), strided(grad_out), lse, correction, *grads_of_queries)
-        kernels.run("key_grad", strided(grad_out), lse, correction, *grads_of_keys)
+        known = strided(grad_out), lse, correction
+        kernels.run("query_grad", (strided(out), *known), (strided(dq), strided(dq_distant)))
+        kernels.run("key_grad", known, (strided(dk), strided(dv), strided(dk_distant)))
     return grads
 
 

@@ -51,18 +51,10 @@ def _query_grad(
 
 @triton.jit(do_not_specialize=ANY)
 def query_grad_kernel(
-    q,
-    k,
-    v,
-    q_distant,
-    k_distant,
+    inputs,
     spans,
-    out,
-    grad_out,
-    lse,
-    correction,
-    dq,
-    dq_distant,
+    known,
+    grads,
     batch,
     heads,
     groups,
@@ -76,6 +68,9 @@ def query_grad_kernel(
     SPANS: tl.constexpr,
 ):
     """dq and dq_distant of a tile of queries; also leaves rowsum(grad_out * out) to the kernel of the keys."""
+    q, k, v, q_distant, k_distant = inputs
+    out, grad_out, lse, correction = known
+    dq, dq_distant = grads
     tiles = tl.cdiv(length, CUT.query_tile)
     tile, flat_head = program_of(tiles, batch * heads, section)
     begin = (tiles - 1 - tile) * CUT.query_tile
@@ -154,18 +149,10 @@ def _key_grad(
 
 @triton.jit(do_not_specialize=ANY)
 def key_grad_kernel(
-    q,
-    k,
-    v,
-    q_distant,
-    k_distant,
+    inputs,
     spans,
-    grad_out,
-    lse,
-    correction,
-    dk,
-    dv,
-    dk_distant,
+    known,
+    grads,
     batch,
     kv_heads,
     groups,
@@ -179,6 +166,9 @@ def key_grad_kernel(
     SPANS: tl.constexpr,
 ):
     """dk, dv and dk_distant of a tile of keys."""
+    q, k, v, q_distant, k_distant = inputs
+    grad_out, lse, correction = known
+    dk, dv, dk_distant = grads
     tile, flat_head = program_of(tl.cdiv(length, CUT.key_tile), batch * kv_heads, section)
     begin = tile * CUT.key_tile  # the first keys are seen by most queries
     row, head = flat_head // kv_heads, flat_head % kv_heads

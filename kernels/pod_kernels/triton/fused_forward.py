@@ -52,15 +52,9 @@ def _attend(
 
 @triton.jit(do_not_specialize=ANY)
 def forward_kernel(
-    q,
-    k,
-    v,
-    q_distant,
-    k_distant,
+    inputs,
     spans,
-    out,
-    lse,
-    gate,
+    results,
     batch,
     heads,
     groups,
@@ -74,7 +68,9 @@ def forward_kernel(
     SPANS: tl.constexpr,
     GATE: tl.constexpr,
 ):
-    """out, lse and gate of a tile of queries."""
+    """The results out, lse and gate of a tile of queries."""
+    q, k, v, q_distant, k_distant = inputs
+    out, lse, gate = results
     tiles = tl.cdiv(length, CUT.query_tile)
     tile, flat_head = program_of(tiles, batch * heads, section)
     begin = (tiles - 1 - tile) * CUT.query_tile  # the longest rows of tiles first
