@@ -109,7 +109,10 @@ def _named(resume: str, folder: Path) -> Path:
     if not path.exists():
         raise ValueError(f"resume={resume}: there is no such checkpoint; resume=auto takes the last whole one")
     if not is_whole(path):
-        raise ValueError(f"resume={resume}: the checkpoint is truncated or damaged; try resume=auto")
+        raise ValueError(
+            f"resume={resume}: no whole checkpoint of pod.fit: truncated, damaged, or something else, such as an "
+            "export, which a new run begins from as model.base. resume=auto takes the run's last whole one"
+        )
     own = path.resolve().is_relative_to(folder.parent.resolve())  # `best/` as well
     step = {each.name: step for step, each in checkpoints(path.parent).items()}.get(path.name)
     later = max(checkpoints(folder), default=0)
