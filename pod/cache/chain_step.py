@@ -138,11 +138,11 @@ class ChainStep:
     kept: Tensor
     seen: Tensor
     counts: Tensor
-    angles: tuple[Tensor, Tensor] | None
-    table: tuple[Tensor, Tensor] | None
-    decay: Tensor | None
-    held: Tensor | None
-    sinks: FarSinks | None
+    angles: tuple[Tensor, Tensor] | None = None
+    table: tuple[Tensor, Tensor] | None = None
+    decay: Tensor | None = None
+    held: Tensor | None = None
+    sinks: FarSinks | None = None
 
     @cached_property
     def ranks(self) -> Tensor:
@@ -198,34 +198,20 @@ class Steps:
         before, counts = numbers.seen[slice(*part)], numbers.counts[slice(*part)]
         kept = before.clamp(max=cascades.slots)
         place = column - (count - counts)[:, None]
-        positions = step.positions
-        angles = table = decay = sinks = None
+        made = ChainStep(numbers, part, step.positions, step.all_real, used, kept, before, counts)
         if self.rotates:
-            table = self._rotary_table(inputs, used + count, rotary)
+            made.table = self._rotary_table(inputs, used + count, rotary)
             at = (kept[:, None] + place).clamp(min=0)
-            angles = table[0][at], table[1][at]
+            made.angles = made.table[0][at], made.table[1][at]
         if self.gamma is not None:
-            decay = (1 - self.gamma) * self.gamma ** torch.arange(count - 1, -1, -1, device=device, dtype=torch.float32)
+            exponents = torch.arange(count - 1, -1, -1, device=device, dtype=torch.float32)
+            made.decay = (1 - self.gamma) * self.gamma**exponents
         if self.has_window:
             # Copied: layer by layer, several tokens are written over what the slots hold.
-            held = positions[:, :0] if held is None else held[:, :used].clone()
+            made.held = step.positions[:, :0] if held is None else held[:, :used].clone()
             if self.rotates and cascades.sinks and longest - 1 > cascades.budget:
-                sinks = self._far_sinks(used, count, *(part.expand(batch)[:, None] for part in (before, counts)))
-        return ChainStep(
-            numbers=numbers,
-            rows=part,
-            positions=positions,
-            is_even=step.all_real,
-            used=used,
-            kept=kept,
-            seen=before,
-            counts=counts,
-            angles=angles,
-            table=table,
-            decay=decay,
-            held=held if self.has_window else None,
-            sinks=sinks,
-        )
+                made.sinks = self._far_sinks(used, count, *(part.expand(batch)[:, None] for part in (before, counts)))
+        return made
 
     def _one_token(self, seen: np.ndarray, device: torch.device) -> tuple[Numbers, tuple[int, int]]:
         """Numbers of one token in each row, made for several steps of decoding at once, and which rows are this one's.
