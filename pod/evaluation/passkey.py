@@ -117,12 +117,13 @@ def passkey_prompts(
         lines = [f" {word}" for word in sorted({word for word in text.split() if word.isalpha()})]
     else:
         lines = [line if line.endswith("\n") else line + "\n" for line in text.splitlines(True) if line.strip()]
-    if not lines:
-        raise ValueError("the text to hide keys in is empty")
 
     @cache
     def tokens(piece: str) -> list[int]:
         return tokenizer(piece, add_special_tokens=False)["input_ids"]
+
+    if not any(map(tokens, lines)):
+        raise ValueError("the text to hide keys in is empty, or the tokenizer makes no token of it")
 
     start = start_ids(tokenizer)
     all_names = [a + b for a in string.ascii_lowercase for b in string.ascii_lowercase]

@@ -228,16 +228,20 @@ def as_chat(tokenizer: PreTrainedTokenizerBase, text: str, system: str = "") -> 
         tokenizer: of the chat template.
         text: what the user says.
         system: a system message; where there is no chat template, or one without such, it opens the text.
+
+    Raises:
+        ValueError: the chat template fails on a user's turn.
     """
     if not tokenizer.chat_template:
         return system + text
     user = {"role": "user", "content": text}
     options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
-    if not system:
-        return tokenizer.apply_chat_template([user], **options)
+    turns = [user] if not system else [{"role": "system", "content": system}, user]
     try:
-        made = tokenizer.apply_chat_template([{"role": "system", "content": system}, user], **options)
-    except TemplateError:  # how templates refuse a role
+        made = tokenizer.apply_chat_template(turns, **options)
+    except (TemplateError, TypeError) as error:  # how templates refuse a role, and how they fail
+        if not system:
+            raise ValueError(f"the tokenizer's chat template fails on a user's turn: {error}") from error
         made = ""
     return made if system.strip() in made else as_chat(tokenizer, system + text)
 
@@ -343,8 +347,8 @@ def _generate(
     request = batch[0].request
     options: dict[str, Any] = {"pad_token_id": pad}
     if request.stop_at_newline:
-        newline = tokenizer.encode("\n", add_special_tokens=False)[-1]
-        options["eos_token_id"] = [i for i in (tokenizer.eos_token_id, newline) if i is not None]
+        newline = tokenizer.encode("\n", add_special_tokens=False)[-1:]  # some tokenizers make nothing of it
+        options["eos_token_id"] = [i for i in (tokenizer.eos_token_id, *newline) if i is not None]
         options["min_new_tokens"] = 1
     cache = None if cache_factory is None else cache_factory(model)
     with torch.inference_mode():

@@ -128,6 +128,15 @@ def test_the_chat_template_comes_after_truncation_and_not_for_continuations(toke
         assert request.stop_at_newline == (task == "samsum")
 
 
+@pytest.mark.parametrize("template", ["{{ raise_exception('only documents') }}", "{% if %}", "{{ 1 + 'x' }}"])
+def test_a_chat_template_that_fails_is_refused(tokenizer, template):
+    chat = type(tokenizer)(extra_ids=0)
+    chat.chat_template = template
+    for system in ("", "Be short."):
+        with pytest.raises(ValueError, match="the tokenizer's chat template fails on a user's turn: "):
+            runner.as_chat(chat, "hello", system)
+
+
 # ---------------------------------------------------------------------- generation
 
 
@@ -172,6 +181,15 @@ def test_samsum_stops_at_a_newline_that_is_not_the_first_token(
     assert [row["pred"] for row in rows] == [prediction] * 2
     rows = predict(model, tokenizer, requests(2), Predictions(tmp_path, "other"))
     assert [row["pred"] for row in rows] == ["\n" * 6 if first == "newline" else ""] * 2
+
+
+def test_a_tokenizer_may_make_nothing_of_a_newline(model, tmp_path):
+    tokenizer = letters_tokenizer()
+    assert tokenizer.encode("\n", add_special_tokens=False) == []
+    asked = [Request("0", "abc", 3, stop_at_newline=True)]
+    (row,) = predict(model, tokenizer, asked, Predictions(tmp_path, "samsum"))
+    (plain,) = predict(model, tokenizer, [Request("0", "abc", 3)], Predictions(tmp_path, "other"))
+    assert row == plain
 
 
 def test_requests_with_different_limits_are_not_mixed_in_a_batch(model, tokenizer, tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from scripts import ROOT, save, tiny_llama
+from scripts import ROOT, letters_tokenizer, save, tiny_llama
 from torch import nn
 from transformers import DynamicCache
 
@@ -35,6 +35,11 @@ def shared(dense):
 @pytest.fixture(scope="module")
 def ckpt(shared, tmp_path_factory):
     return save(shared, tmp_path_factory.mktemp("ckpt") / "shared")
+
+
+def test_a_text_of_which_the_tokenizer_makes_no_token_is_refused():
+    with pytest.raises(ValueError, match="is empty, or the tokenizer makes no token of it"):
+        passkey_prompts(letters_tokenizer(), "一二三\n四五\n", 40, [0.5], samples=1)
 
 
 @pytest.mark.parametrize("phrase", list(PHRASES))
