@@ -80,7 +80,7 @@ class Predictions:
         found: dict[str, dict[str, Any]] = {}
         # Parts first: another process may merge them meanwhile, and then the merged file, read last, has them.
         for path in [*sorted(self.folder.glob(f"{self.name}.part*.jsonl")), self.path]:
-            for number, row in enumerate(_read_lines(path), start=1):
+            for number, row in enumerate(_read_lines(path, whole=path == self.path), start=1):
                 if check is not None:
                     check(f"{path}:{number}", row)
                 # The authors' own prediction files have no key: their order stands for it.
@@ -424,14 +424,16 @@ def settle(folder: str | Path, settings: dict[str, Any]) -> None:
         report.write_json(path, settings)
 
 
-def _read_lines(path: Path) -> list[dict[str, Any]]:
+def _read_lines(path: Path, whole: bool) -> list[dict[str, Any]]:
+    """The rows of a file; of one that is not `whole`, without what a kill has cut short."""
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
         return []
     rows = []
-    # What follows the last newline was being written when the process was killed.
-    for number, line in enumerate(raw.split(b"\n")[:-1], start=1):
+    lines = raw.split(b"\n")
+    # What follows the last newline was being written when the process was killed; of a whole file it may be a line.
+    for number, line in enumerate(lines if whole and lines[-1].strip() else lines[:-1], start=1):
         try:
             row = json.loads(line.decode("utf-8", "surrogatepass"))
             if not isinstance(row["pred"], str):

@@ -203,6 +203,16 @@ def test_requests_with_different_limits_are_not_mixed_in_a_batch(model, tokenize
 # ---------------------------------------------------------------------- resuming and processes
 
 
+def test_a_whole_files_last_line_needs_no_newline(tmp_path):
+    """Part of it that is missing is damage there, and no line that a kill cut short."""
+    lines = [json.dumps({"key": str(index), "pred": "x"}) for index in range(3)]
+    (tmp_path / "set.jsonl").write_text("\n".join(lines))
+    assert list(Predictions(tmp_path, "set").read()) == ["0", "1", "2"]
+    (tmp_path / "set.jsonl").write_text("\n".join(lines)[:-3])
+    with pytest.raises(ValueError, match=r"set\.jsonl:3: no prediction .*Remove the line to have it made again"):
+        Predictions(tmp_path, "set").read()
+
+
 def test_resuming_neither_repeats_nor_loses(model, tokenizer, tmp_path, monkeypatch):
     whole = predict(model, tokenizer, requests(), Predictions(tmp_path / "whole", "set"))
     lines = [json.dumps(row) + "\n" for row in whole]
