@@ -210,6 +210,22 @@ def test_the_command(ckpt, tmp_path, capsys, monkeypatch):
         assert message in capsys.readouterr().err
 
 
+def test_a_run_that_did_not_end_is_scored_in_the_order_of_its_questions(tmp_path, capsys):
+    """Its longest prompts were written first: those with the document, then those without."""
+    wanted = "True [fact: False]"
+    keys = {"1": "True", "0": "True", "0 fact": "False", "1 fact": "False"}
+    lines = [json.dumps({"key": key, "pred": said, "reference": wanted}) + "\n" for key, said in keys.items()]
+    part = tmp_path / "sci_fi.part0.jsonl"
+    part.write_text("".join(lines))
+    arguments = ["--score-only", "--tasks", "sci_fi", "--out", str(tmp_path)]
+    assert leval.main(arguments) == 0
+    assert json.loads((tmp_path / "scores.json").read_text())["scores"] == {"sci_fi": 100.0}
+    for few in (lines[:2], lines[:3]):  # an even number need not be pairs
+        part.write_text("".join(few))
+        assert leval.main(arguments) == 2
+        assert "each question of sci_fi is asked twice" in capsys.readouterr().err
+
+
 def test_averages():
     """Closed of seven sets and of six, and the mean of the three columns with either ROUGE."""
     options = ["--data", "x"]
