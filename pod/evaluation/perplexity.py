@@ -130,6 +130,12 @@ def token_losses(head: nn.Module, hidden_states: Tensor, targets: Tensor) -> Ten
     )
 
 
+def changes_logits(model: PreTrainedModel, ids: Tensor) -> bool:
+    """Whether logits of tokens [B, T] are not what the head gives: Granite and Cohere scale them, Gemma 2 caps them."""
+    of_head = model.get_output_embeddings()(model.base_model(ids, use_cache=False).last_hidden_state)
+    return not torch.allclose(model(ids, use_cache=False).logits.float(), of_head.float())
+
+
 def perplexity(
     model: PreTrainedModel,
     texts: Iterable[Tensor],
@@ -157,7 +163,6 @@ def perplexity(
         raise ValueError(f"stream is {stream}: at least 1 token a chunk")
     if stream is None and new_cache is not None:
         raise ValueError("a text that is taken whole passes no cache: set stream, tokens of a chunk")
-    head = model.get_output_embeddings()
     sums: list[Tensor] = []
     counts: list[Tensor] = []
     total = sum(text.numel() - text.shape[:-1].numel() for text in texts) if isinstance(texts, list) else None
@@ -166,12 +171,15 @@ def perplexity(
             ids = torch.atleast_2d(text).to(model.device)
             if ids.shape[1] < 2:
                 raise ValueError(f"a text has {ids.shape[1]} tokens: at least 2 are needed")
+            body, head = model.base_model, model.get_output_embeddings()
+            if changes_logits(model, ids[:1, :8]):
+                body, head = model, nn.Identity()
             losses = torch.zeros(ids.shape, dtype=torch.float64)
             cache = new_cache() if new_cache is not None else None
             for start, stop in _chunks(ids.shape[1] - 1, stream):
-                output = model.base_model(ids[:, start:stop], **{CACHE: cache}, use_cache=stream is not None)
+                output = body(ids[:, start:stop], **{CACHE: cache}, use_cache=stream is not None)
                 cache, targets = output.get(CACHE), ids[:, start + 1 : stop + 1]
-                losses[:, start + 1 : stop + 1] = token_losses(head, output.last_hidden_state, targets).cpu()
+                losses[:, start + 1 : stop + 1] = token_losses(head, output[0], targets).cpu()
                 bar.update(ids.shape[0] * (stop - start))
             sums.append(losses.sum(dim=0))
             counts.append(torch.full((ids.shape[1],), ids.shape[0]))

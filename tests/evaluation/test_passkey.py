@@ -10,7 +10,7 @@ import pytest
 import torch
 from scripts import ROOT, letters_tokenizer, save, tiny_llama
 from torch import nn
-from transformers import DynamicCache
+from transformers import CohereConfig, CohereForCausalLM, DynamicCache, Gemma2Config, Gemma2ForCausalLM
 
 import pod
 from pod.evaluation import models, passkey
@@ -160,6 +160,24 @@ def test_perplexity_is_the_plain_loss(shared):
     positions, means = result.curve(parts=5)
     assert len(positions) == len(means) == 5
     assert perplexity(shared, texts).bits_per_byte is None
+
+
+@pytest.mark.parametrize("stream", [None, 7])
+@pytest.mark.parametrize("family", ["Cohere", "Gemma2"])
+def test_perplexity_is_of_the_models_own_logits(family, stream):
+    """These families scale, or cap, what their heads give."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"vocab_size": 259, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.5, "eos_token_id": 1}
+    torch.manual_seed(0)
+    if family == "Cohere":
+        model = CohereForCausalLM(CohereConfig(**sizes, logit_scale=0.5)).eval()
+    else:
+        model = Gemma2ForCausalLM(Gemma2Config(**sizes, final_logit_softcapping=3.0)).eval()
+    ids = torch.randint(3, 259, (2, 30), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        logits = model(ids, use_cache=False).logits[:, :-1].double()
+    wanted = float(nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()))
+    assert perplexity(model, [ids], stream=stream).loss == pytest.approx(wanted, rel=1e-5)
 
 
 def test_token_losses_do_not_depend_on_the_chunk(shared, monkeypatch):
