@@ -24,6 +24,7 @@ In PoD models attention.png and dynamics.png are of what each layer would attend
 import argparse
 import dataclasses
 import math
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -218,15 +219,17 @@ def places(
     count: int,
     out: Path,
     ckpt: str,
-) -> dict[str, dict[str, float]]:
-    """Method -> place -> the share of the keys that are found, 0..100."""
+) -> dict[str, dict[str, float]] | None:
+    """Method -> place -> the share of the keys that are found, 0..100; None where other processes are not done yet."""
     settings = {"ckpt": ckpt, "weights": weights_hash(ckpt), "places": count, "length": length}
     found: dict[str, dict[str, float]] = {variant.name: {} for variant in variants}
+    missing = False
     for place, requests in place_prompts(tokenizer, length, count).items():
         for variant, rows in runner.predict_each(variants, tokenizer, requests, out, place, 1, settings).items():
+            missing = missing or rows is None
             right = [metrics.infinitebench("passkey", row["pred"], row["label"]) for row in rows or []]
             found[variant.name][place] = 100 * sum(right) / max(1, len(right))
-    return found
+    return None if missing else found
 
 
 def draw_maps(maps: dict[int, Tensor], path: Path) -> None:
@@ -328,6 +331,9 @@ def run(options: argparse.Namespace) -> None:
         if "places" in options.only:
             variants = models.variants(model, options.eviction)
             shares = places(variants, tokenizer, options.length, options.samples, out / "places", ckpt)
+            if shares is None:
+                print(f"process {runner.process()[0]} is done; the last one to finish writes the rest", file=sys.stderr)
+                continue
             found["places"] = shares
             cells = [[row[place] for place in PLACES] for row in shares.values()]
             names = [f"({place}) {said}" for place, said in PLACES.items()]

@@ -130,3 +130,15 @@ def test_the_command(tmp_path, capsys):
     ]:
         assert figures.main([*arguments, *more]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_places_are_written_when_all_processes_are_done(tmp_path, capsys, monkeypatch):
+    """What others have not predicted yet was counted as not found."""
+    ckpt = str(save(tiny_llama(), tmp_path / "tiny"))
+    options = ["--only", "places", "--length", "260", "--samples", "2", "--out", str(tmp_path / "out")]
+    written = tmp_path / "out" / "figures.json"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        assert figures.main(["--ckpt", ckpt, *options]) == 0
+        assert ("process 0 is done; the last one" in capsys.readouterr().err) == (rank == "0") != written.exists()
