@@ -130,8 +130,10 @@ def token_losses(head: nn.Module, hidden_states: Tensor, targets: Tensor) -> Ten
     )
 
 
-def changes_logits(model: PreTrainedModel, ids: Tensor) -> bool:
-    """Whether logits of tokens [B, T] are not what the head gives: Granite and Cohere scale them, Gemma 2 caps them."""
+@torch.no_grad()
+def changes_logits(model: PreTrainedModel) -> bool:
+    """Whether logits are not what the head gives, of a few tokens: Granite and Cohere scale them, Gemma 2 caps them."""
+    ids = torch.arange(8, device=model.device)[None]
     of_head = model.get_output_embeddings()(model.base_model(ids, use_cache=False).last_hidden_state)
     return not torch.allclose(model(ids, use_cache=False).logits.float(), of_head.float())
 
@@ -163,6 +165,9 @@ def perplexity(
         raise ValueError(f"stream is {stream}: at least 1 token a chunk")
     if stream is None and new_cache is not None:
         raise ValueError("a text that is taken whole passes no cache: set stream, tokens of a chunk")
+    body, head = model.base_model, model.get_output_embeddings()
+    if changes_logits(model):
+        body, head = model, nn.Identity()
     sums: list[Tensor] = []
     counts: list[Tensor] = []
     total = sum(text.numel() - text.shape[:-1].numel() for text in texts) if isinstance(texts, list) else None
@@ -171,9 +176,6 @@ def perplexity(
             ids = torch.atleast_2d(text).to(model.device)
             if ids.shape[1] < 2:
                 raise ValueError(f"a text has {ids.shape[1]} tokens: at least 2 are needed")
-            body, head = model.base_model, model.get_output_embeddings()
-            if changes_logits(model, ids[:1, :8]):
-                body, head = model, nn.Identity()
             losses = torch.zeros(ids.shape, dtype=torch.float64)
             cache = new_cache() if new_cache is not None else None
             for start, stop in _chunks(ids.shape[1] - 1, stream):
