@@ -256,6 +256,19 @@ def test_generate_twice_on_one_cache(which, added, max_length):
     assert cache.get_seq_length() == second.sequences.shape[1] - 1
 
 
+def test_generate_takes_the_cache_it_is_given_though_the_model_says_none():
+    """It fed the whole text at every token, to a cache that held it."""
+    model, ids = copy.deepcopy(build()), tokens(1, 20)
+    options = {"max_new_tokens": 8, "do_sample": False}
+    expected = model.generate(ids, **options)
+    model.generation_config.use_cache = False
+    cache = pod.PodCache(model.config)
+    assert torch.equal(model.generate(ids, past_key_values=cache, **options), expected)
+    assert cache.get_seq_length() == 27
+    assert torch.equal(model.generate(ids, **options), expected)
+    assert model.generation_config.use_cache is False
+
+
 @pytest.mark.parametrize("given", [20, 12, 3])
 @pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 4}, {"prompt_lookup_num_tokens": 3}, {"num_beams": 2}])
 @pytest.mark.parametrize("how", ["ids", "embeddings", "padded"])

@@ -519,9 +519,12 @@ class PodForCausalLM(Capabilities):
                 f"cache_implementation={generation_config.cache_implementation!r} is not supported by PoD models: "
                 "leave it out, and generate uses pod.PodCache, which allocates once as a static cache does"
             )
-        if generation_config.use_cache is False:
-            return
         cache = model_kwargs.get(CACHE)
+        if cache is None and generation_config.use_cache is False:
+            return
+        # Whoever passes a cache wants it, whatever a model's generation_config says: without, all ids would be fed to
+        # it at every token.
+        generation_config.use_cache = True
         if cache is None:
             cache = PodCache(self.config, max_length=max_cache_length)
             cache.may_grow = True  # the limit is this call's: a further turn on the cache may go beyond it
