@@ -115,7 +115,9 @@ class LagKV(KeyScores):
             lines = lines.scatter_(2, column[..., None].expand_as(states), states)[:, :, :spare]
             lines = lines.unflatten(2, (parts, self.lag))
             low, high = (lines[:, :, 1:].amin(3, keepdim=True), lines[:, :, 1:].amax(3, keepdim=True))
-            found = found + ((lines[:, :, :-1] - low) / (high - low)).std(dim=-1).softmax(dim=-1) / 2
+            # The values of one token again and again are all alike in the first layer.
+            reach = (high - low).clamp(min=torch.finfo(states.dtype).eps)
+            found = found + ((lines[:, :, :-1] - low) / reach).std(dim=-1).softmax(dim=-1) / 2
         if not self.cross_scoring:
             found = found.argsort(dim=-1).argsort(dim=-1) / self.lag
         found = torch.nn.functional.pad(found.flatten(2), (0, self.lag + 1))

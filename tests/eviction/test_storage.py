@@ -854,3 +854,16 @@ def test_a_budget_beyond_all_memory_keeps_everything(method):
             found, wanted = (model(part, past_key_values=one).logits for one in (cache, plain))
         torch.testing.assert_close(found, wanted)
     assert torch.equal(cache.positions(0), plain.positions(0))
+
+
+@pytest.mark.parametrize("cross_scoring", [False, True])
+def test_one_token_again_and_again_leaves_lagkv_its_sinks_and_its_last_part(cross_scoring):
+    """In the first layer its values are all alike, and a part of no extent gave no numbers, above all others."""
+    model, ids = build(anchors=DENSE), tokens(1, 60)
+    ids[:, 10:30] = 7
+    cache = pod.PodCache(model.config, eviction=LagKV(24, sinks=2, lag=4, cross_scoring=cross_scoring))
+    fed(model, cache, ids)
+    for held in cache.positions(0)[0].tolist():
+        assert {0, 1, *range(54, 60)} < set(held)
+        # Keys still tell the tokens apart, and each part has its best ones, not its last ones.
+        assert {number % 4 for number in held if 10 <= number < 26} != {1}
