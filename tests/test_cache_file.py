@@ -2,6 +2,7 @@
 
 import copy
 import json
+import pickle
 import random
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from test_cache import ANCHORS, DENSE, build, fed, left_padded, tokens
 from transformers import LlamaConfig
 
 import pod
-from pod.eviction import CAKE, H2O, AdaKV, Cascade, Combined, LMInfinite, Quest, SnapKV, StreamingLLM
+from pod.eviction import CAKE, H2O, AdaKV, Cascade, Combined, CriticalKV, LMInfinite, Quest, SnapKV, StreamingLLM
 
 CASES = {
     "plain": dict(),
@@ -134,6 +135,21 @@ def test_what_is_loaded_is_cropped_reordered_and_saved_as_the_original(case, els
     again = pod.PodCache.load(tmp_path / "again", model.config)
     for cache in (other, again):
         torch.testing.assert_close(fed(model, cache, new, mask, (4, 1, 1)), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("case", [*CASES, "critical"])
+def test_a_pickle_goes_on_as_the_cache(case):
+    """A view that was kept of a tensor became one of its own, and what was written to one was not in the other."""
+    model, (ids, mask) = build(), left_padded((21, 9))
+    cache = pod.PodCache(model.config, **(CASES | {"critical": {"eviction": CriticalKV(16, window=4)}})[case])
+    fed(model, cache, ids, mask)
+    fed(model, cache, tokens(2, 1))
+    other = pickle.loads(pickle.dumps(cache))
+    for count in (1, 3, 1):
+        new = tokens(2, count, seed=count)
+        assert torch.equal(fed(model, other, new), fed(model, cache, new))
+    for layer in range(5):
+        assert torch.equal(other.positions(layer), cache.positions(layer))
 
 
 def test_half_precision_and_the_window_model(tmp_path):

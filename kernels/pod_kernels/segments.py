@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -130,6 +130,10 @@ class Segments:
     ) -> "Segments":
         """Empty segments of one capacity; arguments as `packed`, H heads, which may be 0."""
         return cls.packed([[capacity] * batch] * heads, batch, dim, dtype=dtype, device=device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the view of `data`, of which a pickle would make a tensor of its own."""
+        return {name: value for name, value in vars(self).items() if name != "rectangle"}
 
     def full(self) -> "Segments":
         """Itself: the vectors are in full precision, as `QuantizedSegments.full` makes its own."""

@@ -8,7 +8,7 @@ Legend: B rows, H_kv KV heads, A anchor heads of a layer (stored first), G query
 forward, F slots in use, P slots in all, D head dimension.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, chain
 from typing import Any
@@ -443,6 +443,11 @@ class ChainStorage(Storage):
             values, keys = (empty(heads, capacity=self.cascades.slots) for heads in (len(order), anchors))
             own = empty(len(order) - anchors, capacity=self._ring.capacity)
             self._layers.append(ChainLayer(values, keys, own, self._state_of(layer)))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A pickle makes tensors of their own of what are views."""
+        vars(self).update(state)
+        self._layers = [replace(stored, state=self._state_of(index)) for index, stored in enumerate(self._layers)]
 
     def _state_of(self, layer: int) -> CascadeState | None:
         """Of the blocks anchored in a layer, a view."""
