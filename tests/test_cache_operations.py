@@ -6,6 +6,7 @@ What is refused is refused by a ValueError and leaves the cache as it was.
 """
 
 import copy
+import pickle
 from dataclasses import dataclass, field
 from tempfile import TemporaryDirectory
 
@@ -18,7 +19,28 @@ from test_cache import ANCHORS, DENSE, EIGHT, STREAMING, build, fed, recomputed,
 from torch import Tensor
 
 import pod
-from pod.eviction import CAKE, H2O, TOVA, AdaKV, Cascade, KeyDiff, LMInfinite, Quest, SageKV, SnapKV, StreamingLLM
+from pod.eviction import (
+    CAKE,
+    H2O,
+    TOVA,
+    AdaKV,
+    Cascade,
+    ChunkKV,
+    Combined,
+    CriticalKV,
+    ExpectedAttention,
+    KeyDiff,
+    LagKV,
+    LMInfinite,
+    PyramidKV,
+    Quest,
+    RecentReader,
+    SageKV,
+    ShadowKV,
+    SnapKV,
+    StreamingLLM,
+    ZigZagKV,
+)
 
 SNAP = {"window": 4, "kernel_size": 3}
 WHOLE = {"none": {}, "small": {"crop_slack": 2}, "8-bits": {"quantization": EIGHT}}
@@ -34,6 +56,16 @@ TWINS = {
     "adakv": {"eviction": AdaKV(16, **SNAP)},
     "cake": {"eviction": CAKE(16, window=4)},
     "keydiff": {"eviction": KeyDiff(12, every=3)},
+    "pyramidkv": {"eviction": PyramidKV(14, **SNAP, beta=2)},
+    "pyramidkv-share": {"eviction": PyramidKV(0.4, **SNAP)},
+    "zigzagkv": {"eviction": ZigZagKV(16, **SNAP)},
+    "criticalkv": {"eviction": CriticalKV(16, **SNAP)},
+    "chunkkv-once": {"eviction": ChunkKV(16, **SNAP, chunk_size=3, query_aware=False)},
+    "expected": {"eviction": ExpectedAttention(14, sinks=2, future=16, window=1)},
+    "lagkv": {"eviction": LagKV(12, sinks=2, lag=3, every=2)},
+    "combined": {"eviction": Combined(16, SnapKV(16, **SNAP), CAKE(16, window=4))},
+    "shadowkv": {"eviction": ShadowKV(16, page_size=4, recent=2, outliers=0.4)},
+    "recent-pool": {"eviction": RecentReader(9, sinks=2), "value_pool": 9},
     "sagekv-once": {"eviction": SageKV(0.5, query_aware=False)},
     "quest": {"eviction": Quest(8, page_size=4, dense_layers=1)},
     "quest-share": {"eviction": Quest(0.5, page_size=4, dense_layers=0)},
@@ -293,6 +325,13 @@ class Operations(RuleBasedStateMachine):
         context.__exit__(None, None, None)
         self.world = World(self.world.cache, rows, ids, mask)
         assert self.world.seen() == seen
+
+    @rule()
+    def pickled(self):
+        if self.world.peek is None:
+            before = self.world.seen()
+            self.world.cache = pickle.loads(pickle.dumps(self.world.cache))
+            assert self.world.seen() == before
 
     @precondition(lambda self: self.world.ids.shape[1])
     @rule(layer=st.integers(0, 4), count=st.sampled_from([1, 1, 2, 6]), seed=SEEDS, part=st.sampled_from(["", "mlp"]))
