@@ -22,10 +22,10 @@ class ClusterKV(ReadSelector):
     tokens are always read; a row of at most `budget` tokens is read whole.
 
     Later tokens join the cluster with the nearest centroid, which stays as it is; every `cluster_size`-th begins one of
-    its own, and a further turn clusters its tokens among themselves and those that are there. The authors cluster 320
-    decoded tokens at a time into 4 new clusters; their random first centroids are evenly spaced ones here, so that
-    results repeat. After `crop` the last token that stays joins anew, and those of a cluster that is gone count to the
-    newest one.
+    its own, and a further turn, or chunk of a prefill, clusters its tokens among themselves and those that are there.
+    The authors cluster 320 decoded tokens at a time into 4 new clusters; their random first centroids are evenly spaced
+    ones here, so that results repeat. After `crop` the last token that stays joins anew, and those of a cluster that is
+    gone count to the newest one.
 
     All keys and values stay where they are (values in CPU memory with `PodCache(.., value_pool=N)`); beside them lie a
     centroid for each cluster and two numbers for each token.
