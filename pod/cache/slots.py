@@ -341,7 +341,6 @@ class SlotStorage(Storage):
 
     def mark_prefill(self, is_open: bool) -> None:
         super().mark_prefill(is_open)
-        self.outputs = None
         if self.decision is not None:
             self.decision.begin()
 
@@ -410,8 +409,6 @@ class SlotStorage(Storage):
                 table.add_scores(table.received)
             table.new_slots = table.received = None
         self.step = None
-        if not self.in_prefill:
-            self.outputs = None  # the model's, which no copy of the cache is to hold
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, anchors: Anchors, scale: float) -> Tensor:
         if self.by_kernels is None:

@@ -396,6 +396,10 @@ class Storage(ABC):
         self.in_prefill = False
         self.reset()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is the model's, which a forward brings: copies and pickles are of the tokens alone."""
+        return {name: value for name, value in vars(self).items() if name not in ("outputs", "rotary")}
+
     @abstractmethod
     def reset(self) -> None:
         """Forget all tokens and free the storage."""
