@@ -226,8 +226,10 @@ def places(
     missing = False
     for place, requests in place_prompts(tokenizer, length, count).items():
         for variant, rows in runner.predict_each(variants, tokenizer, requests, out, place, 1, settings).items():
-            missing = missing or rows is None
-            right = [metrics.infinitebench("passkey", row["pred"], row["label"]) for row in rows or []]
+            if rows is None:
+                missing = True
+                continue
+            right = [metrics.infinitebench("passkey", row["pred"], row["label"]) for row in rows]
             found[variant.name][place] = 100 * sum(right) / max(1, len(right))
     return None if missing else found
 

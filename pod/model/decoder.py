@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.generation import CandidateGenerator, GenerationMixin
+from transformers.generation import CandidateGenerator, GenerationConfig, GenerationMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
@@ -536,8 +536,7 @@ class PodForCausalLM(Capabilities):
                     "the cache holds rows with padding, and attention_mask has none: pass the mask that they were "
                     "stored with, with ones for the tokens since"
                 )
-            mask, held = model_kwargs.get("attention_mask"), cache.get_seq_length()
-            length = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
+            held, length = cache.get_seq_length(), _columns(model_kwargs.get("attention_mask"), generation_config)
             if 0 <= length <= held:  # generate would feed all of it, or a part, a second time
                 raise ValueError(
                     f"the cache holds {held} tokens and generate is given {length}, none of them new: pass the text "
@@ -644,10 +643,10 @@ class PodForCausalLM(Capabilities):
 
     def _assisted_decoding(self, input_ids, logits_processor, stopping_criteria, generation_config, *args, **kwargs):
         # It begins with all ids, whatever the cache holds, and those would be fed a second time.
-        cache, mask = kwargs.get(CACHE), kwargs.get("attention_mask")
+        cache = kwargs.get(CACHE)
         if self._draft is None and cache is not None:
             cache.check_croppable()
-        length = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
+        length = _columns(kwargs.get("attention_mask"), generation_config)
         if cache is not None and length == input_ids.shape[1]:
             cache.fed_before = cache.get_seq_length()
         with nullcontext() if self._draft is None else drafting(self._draft, cache, input_ids):
@@ -725,3 +724,8 @@ class PodForCausalLM(Capabilities):
             **{CACHE: past_key_values},
             **kwargs,
         )
+
+
+def _columns(attention_mask: Tensor | None, generation_config: GenerationConfig) -> int:
+    """Columns of the text that `generate` was given, which drops a mask of ones; -1 where it does not say."""
+    return getattr(generation_config, "_mask_length", -1) if attention_mask is None else attention_mask.shape[1]
