@@ -289,7 +289,8 @@ class Simulation:
             for states in (keys, values):
                 low = np.min([states[p] for p in following], axis=0)
                 high = np.max([states[p] for p in following], axis=0)
-                spread = {p: float(np.std((states[p] - low) / (high - low), ddof=1)) for p in part}
+                reach = np.maximum(high - low, np.finfo(np.float32).eps)
+                spread = {p: float(np.std((states[p] - low) / reach, ddof=1)) for p in part}
                 top = max(spread.values())
                 total = sum(math.exp(value - top) for value in spread.values())
                 for p in part:
