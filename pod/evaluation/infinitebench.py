@@ -31,6 +31,7 @@ from pod.evaluation.command import add_numbers, check_least
 from pod.evaluation.haystack import NOISE, fit
 from pod.evaluation.lines import Fields, check_name, read_lines
 from pod.evaluation.runner import Request, as_chat, asked_last, tokenise
+from pod.evaluation.texts import text_hash
 
 PROMPTS = {
     "longbook_qa_eng": (
@@ -142,13 +143,15 @@ def truncate(tokenizer: PreTrainedTokenizerBase, text: str, window: int) -> str:
 def make_requests(
     tokenizer: PreTrainedTokenizerBase, task: str, samples: Sequence[dict[str, Any]], window: int
 ) -> list[Request]:
-    """The prompts of one task in one window; the record is {"label"}, of hidden numbers also whether it is `kept`."""
+    """The prompts of one task in one window; the record: {"label", "prompt"}, of hidden numbers also "kept"."""
     chat = bool(tokenizer.chat_template)
     requests = []
     for index, sample in enumerate(samples):
         context, asked = filled(task, sample)
         text = truncate(tokenizer, context + asked, window)
-        record = {"label": sample["label"]} | ({"kept": sample["label"][0] in text} if task in HIDDEN else {})
+        record = {"label": sample["label"], "prompt": text_hash(text)}
+        if task in HIDDEN:
+            record["kept"] = sample["label"][0] in text
         text, place = asked_last(tokenizer, text, asked, chat)
         options = {"special_tokens": not chat, "question_at": place, "record": record}
         requests.append(Request(str(index), text, MAX_NEW_TOKENS[task], **options))

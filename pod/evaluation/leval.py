@@ -29,6 +29,7 @@ from pod.evaluation.benchmark import Benchmark, Row, Score, add_limit, command, 
 from pod.evaluation.lines import Fields, read_lines
 from pod.evaluation.metrics.l_eval import GROUPS, SETS
 from pod.evaluation.runner import Request, as_chat, question_at, tokenise
+from pod.evaluation.texts import text_hash
 
 _VERY_LONG = "Now you are given a very long document. Please follow the instruction "
 _LETTER = " Please only provide the letter corresponding to the answer (like "
@@ -162,7 +163,7 @@ def make_requests(
     most: int = 31_488,
     limit: int | None = None,
 ) -> list[Request]:
-    """The prompts of one set, one for each question, of sci_fi two; the record is {"reference"}.
+    """The prompts of one set, one for each question, of sci_fi two; the record is {"reference", "prompt"}.
 
     Args:
         tokenizer: the model's.
@@ -185,8 +186,10 @@ def make_requests(
     requests: list[Request] = []
     for number, (document, instruction, output) in enumerate(islice(pairs(), limit)):
         asked = after.format(inst=instruction, n=len(output.split()))
-        text = as_chat(tokenizer, before + document + asked, SYSTEM[task]) + opens
-        options = {"max_new_tokens": MAX_NEW_TOKENS, "record": {"reference": output}}
+        content = before + document + asked
+        text = as_chat(tokenizer, content, SYSTEM[task]) + opens
+        record = {"reference": output, "prompt": text_hash(SYSTEM[task] + content)}
+        options = {"max_new_tokens": MAX_NEW_TOKENS, "record": record}
         place = question_at(text, asked.strip())
         requests.append(Request(str(number), text, special_tokens=not chat, question_at=place, **options))
         if task == "sci_fi":

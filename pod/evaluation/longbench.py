@@ -27,6 +27,7 @@ from pod.evaluation import metrics, report
 from pod.evaluation.benchmark import Benchmark, Row, Score, add_limit, command, resolve_sets
 from pod.evaluation.lines import Fields, check_fields, parse_lines
 from pod.evaluation.runner import Predictions, Request, asked_last, tokenise
+from pod.evaluation.texts import text_hash
 
 _MULTI_DOCUMENT = (
     "Answer the question based on the given passages. Only give me the answer and do not output any other words.\n\n"
@@ -312,7 +313,8 @@ def make_requests(
                 special_tokens=not chat,
                 stop_at_newline=name == "samsum",
                 question_at=place,
-                record={field: sample[field] for field in ("answers", "all_classes", "length", "_id")},
+                record={field: sample[field] for field in ("answers", "all_classes", "length", "_id")}
+                | {"prompt": text_hash(filled)},
             )
         )
     return requests

@@ -15,7 +15,6 @@ models; a table compares them (`comparison.md`).
 import argparse
 import re
 from collections.abc import Sequence
-from hashlib import sha256
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -23,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from pod.evaluation import report, runner
 from pod.evaluation.benchmark import Benchmark, Row, Score, command
 from pod.evaluation.command import check_least
-from pod.evaluation.texts import read_text
+from pod.evaluation.texts import read_text, text_hash
 
 NEEDLE = "\nThe best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day.\n"
 KEY_WORDS = ("eat", "sandwich", "sit", "dolores", "park", "sunny", "day")
@@ -131,7 +130,7 @@ class Needle(Benchmark):
         self.lengths = list(dict.fromkeys(map(round, grid(options.min_length, options.max_length, options.steps))))
         self.depths = [round(depth, 1) for depth in grid(0, 100, options.steps)]
         self.text = read_text(options.haystack, "--haystack")
-        self.settings = {"haystack": sha256(self.text.encode()).hexdigest()}
+        self.settings = {"haystack": text_hash(self.text)}
 
     def prompts(self, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, list[runner.Request]]]:
         return [("needle", make_requests(tokenizer, self.text, self.lengths, self.depths))]

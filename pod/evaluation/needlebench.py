@@ -32,6 +32,7 @@ from pod.evaluation.benchmark import Benchmark, Row, Score, add_limit, command, 
 from pod.evaluation.command import add_numbers, check_least
 from pod.evaluation.lines import Fields, check_fields, read_lines
 from pod.evaluation.runner import Request, as_chat, question_at, tokenise
+from pod.evaluation.texts import text_hash
 from pod.extras import require
 
 TASKS = {"single": ("single",), "multi_retrieval": ("multi_retrieval",)}
@@ -332,7 +333,8 @@ def make_requests(
         hay = haystack(tokens, files.order(repeat), length - buffer - sum(map(len, ids)))
         context = hide_each(hay, ids, depths) if many else hide_chain(hay, ids, depth)
         asked = (kind.asks_many if many else kind.asks).format(q=question)
-        text = as_chat(tokenizer, (kind.opens_many if many else kind.opens) + tokens.decode(context) + asked)
+        content = (kind.opens_many if many else kind.opens) + tokens.decode(context) + asked
+        text = as_chat(tokenizer, content)
         requests.append(
             Request(
                 key=f"{length}-{depth}-{repeat}",
@@ -340,7 +342,8 @@ def make_requests(
                 max_new_tokens=max_new_tokens,
                 special_tokens=not tokenizer.chat_template,
                 question_at=question_at(text, asked.strip()),
-                record={"reference": reference, "length": length, "depth": depth, "repeat": repeat},
+                record={"reference": reference, "length": length, "depth": depth, "repeat": repeat}
+                | {"prompt": text_hash(content)},
             )
         )
     return requests

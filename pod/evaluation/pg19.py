@@ -17,7 +17,6 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from functools import partial
-from hashlib import sha256
 from pathlib import Path
 
 import torch
@@ -28,7 +27,7 @@ from pod.evaluation import command, models, report, runner
 from pod.evaluation.benchmark import add_limit, check_limit
 from pod.evaluation.models import label_of
 from pod.evaluation.perplexity import check_streamed, perplexity
-from pod.evaluation.texts import read_text
+from pod.evaluation.texts import read_text, text_hash
 from pod.evaluation.trade_off import with_budget
 from pod.files import read_json
 from pod.model.weights import weights_hash
@@ -123,7 +122,7 @@ def run(options: argparse.Namespace) -> dict[tuple[str, int], Losses]:
     rows = [kind if kinds.count(kind) == 1 else text for kind, text in zip(kinds, options.methods, strict=True)]
     found: dict[tuple[str, int], Losses] = {}
     for ckpt in options.ckpt:
-        hashes = {name: sha256(text.encode()).hexdigest() for name, text in books.items()}
+        hashes = {name: text_hash(text) for name, text in books.items()}
         settings = {"stride": options.stride, "books": hashes, "weights": weights_hash(ckpt)}
         results = Results(options.out / f"{Path(ckpt).resolve().name}.json", settings)
         model, tokenizer = models.load(ckpt)

@@ -2,6 +2,7 @@
 
 import gzip
 from collections.abc import Iterator, Sequence
+from hashlib import sha256
 from itertools import groupby
 from pathlib import Path
 
@@ -28,6 +29,11 @@ def read_text(path: Path, option: str) -> str:
         raise ValueError(f"{option} {path}: {reason}; give the path of a UTF-8 text file") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{option} {path}: not UTF-8 ({error.reason} at byte {error.start}); convert it") from error
+
+
+def text_hash(text: str) -> str:
+    """What tells a text from others: sha256, hex. Of a prompt, before a chat template, which may write the date."""
+    return sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def given_texts(paths: Sequence[Path] | None) -> list[str]:

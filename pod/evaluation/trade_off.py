@@ -16,7 +16,6 @@ a killed run stopped, and one with more methods, budgets or checkpoints keeps th
 
 import argparse
 from collections.abc import Callable
-from hashlib import sha256
 from pathlib import Path
 
 import torch
@@ -30,7 +29,7 @@ from pod.evaluation.intervals import of_first
 from pod.evaluation.models import generate_greedily, label_of
 from pod.evaluation.passkey import PHRASES, passkey_accuracy, passkey_prompts
 from pod.evaluation.perplexity import check_streamed, perplexity
-from pod.evaluation.texts import given_texts, stretches, token_ids
+from pod.evaluation.texts import given_texts, stretches, text_hash, token_ids
 from pod.files import read_json
 from pod.model.weights import weights_hash
 from pod.terminal import exit_status
@@ -181,7 +180,7 @@ def run(options: argparse.Namespace) -> list[dict]:
     command.check_least(options, depths=2, samples=1, texts=0, stream=1, batch_size=1)
     text = "".join(given_texts(options.text))
     names = ("length", "depths", "samples", "texts", "stream", "phrase", "seed")
-    settings = {name: getattr(options, name) for name in names} | {"text": sha256(text.encode()).hexdigest()}
+    settings = {name: getattr(options, name) for name in names} | {"text": text_hash(text)}
     runner.check_settings(options.out, settings)
     loaded = {ckpt: models.load(ckpt) for ckpt in options.ckpt}
     hashes = {ckpt: weights_hash(ckpt) for ckpt in loaded}

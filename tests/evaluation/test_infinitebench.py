@@ -77,7 +77,11 @@ def test_ceilings_are_what_truncation_leaves(ckpt, tmp_path, capsys):
     kept = [row["kept"] for row in rows]
     assert kept[0] and kept[-1] and not kept[10] and 8 <= sum(kept) <= 11
     assert scores["ceiling"] == round(100 * sum(kept) / 21, 2)
-    said = capsys.readouterr().out
+    write(tmp_path / "data", "passkey", hidden(0) | {"input": "Which one?"}, *(hidden(index) for index in range(1, 21)))
+    assert infinitebench.main([*arguments, "--windows", str(size)]) == 2
+    captured = capsys.readouterr()
+    assert f"the prediction 0 of passkey-{size} was made for other data (prompt differs)" in captured.err
+    said = captured.out
     assert "ceiling by truncation" in said and "Published (arXiv 2412.02252" in said
 
 

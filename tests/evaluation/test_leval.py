@@ -53,7 +53,7 @@ def test_a_choice_to_the_byte(tokenizer):
     for task in ("quality", "tpo"):
         (request,) = leval.make_requests(tokenizer, task, [EXAM])
         assert request.text == f"{system}{user}\nAnswer:" and request.special_tokens
-        assert request.max_new_tokens == 512 and request.record == {"reference": "A"}
+        assert request.max_new_tokens == 512 and request.record["reference"] == "A"
         assert request.text[request.question_at :].startswith("Question: Who?")
         chat = ByT5Tokenizer(extra_ids=0, chat_template=CHAT)
         (request,) = leval.make_requests(chat, task, [EXAM])
@@ -177,7 +177,12 @@ def test_the_command(ckpt, tmp_path, capsys, monkeypatch):
     method = "h2o:budget=64,query_aware=false"
     arguments = ["--ckpt", str(ckpt), "--data", data, "--tasks", "tpo", "sci_fi", "news_summ", "--out", str(out)]
     assert leval.main([*arguments, "--eviction", method]) == 0
-    said = capsys.readouterr().out
+    write(tmp_path / "data", "tpo", EXAM | {"input": "Ann has no key."}, EXAM | {"outputs": ["B"]})
+    assert leval.main(arguments) == 2
+    captured = capsys.readouterr()
+    assert "the prediction 0 of tpo was made for other data (prompt differs)" in captured.err
+    write(tmp_path / "data", "tpo", EXAM, EXAM | {"outputs": ["B"]})
+    said = captured.out
     assert "| news_summ rougeL " in said and "Published (arXiv 2412.02252" in said
     assert (out / "comparison.md").exists()
 

@@ -409,7 +409,11 @@ def test_the_script_end_to_end(ckpt, tmp_path, capsys):
     result = json.loads((out / "scores.json").read_text())
     assert result["samples"] == dict.fromkeys(tasks, 2)
     assert set(result["scores"]["qasper_e"]) == {"0-4k", "4-8k", "8k+"}
-    printed = " ".join(capsys.readouterr().out.split())
+    other = write_data(tmp_path / "other", tasks, 3, words=lambda index: 4)  # other contexts, the same answers
+    assert command.main(arguments(ckpt, other, out, "--tasks", "hotpotqa", "--limit", "2")) == 2
+    captured = capsys.readouterr()
+    assert "the prediction 0 of hotpotqa was made for other data (prompt differs)" in captured.err
+    printed = " ".join(captured.out.split())
     assert "| hotpotqa | 2 |" in printed and "| set | samples | 0-4k | 4-8k | 8k+ |" in printed
     # Scores come from the files: what the model "said" decides.
     rows = [json.loads(line) for line in (out / "hotpotqa.jsonl").read_text().splitlines()]

@@ -179,7 +179,14 @@ def test_the_command(ckpt, folder, tmp_path, capsys, monkeypatch):
     arguments = ["--ckpt", str(ckpt), "--data", str(folder), "--lengths", "500", "--depths", "0,100", "--buffer", "100"]
     arguments += ["--repeats", "1", "--max-new-tokens", "3", "--out", str(out), "--limit", "1", "--batch-size", "2"]
     assert needlebench.main([*arguments, "--eviction", method]) == 0
-    said = capsys.readouterr().out
+    essays = folder / "PaulGrahamEssays.jsonl"
+    lines = essays.read_text()
+    essays.write_text(lines.replace("an essay", "one more"))
+    assert needlebench.main(arguments) == 2
+    captured = capsys.readouterr()
+    assert "the prediction 500-0-0 of single-English was made for other data (prompt differs)" in captured.err
+    essays.write_text(lines)
+    said = captured.out
     assert "NeedleBench v1, English; lengths in tokens of the model's tokenizer." in said
     assert "| overall (0.4, 0.3, 0.3)" in said and "Llama3.1-8B, CAKE" in said
 
