@@ -287,6 +287,37 @@ def test_generate_without_a_new_token_is_refused(given, options, how):
     assert cache.get_seq_length() == 20
 
 
+@pytest.mark.parametrize("options", [{}, {"prompt_lookup_num_tokens": 3}, {"num_beams": 2}])
+@pytest.mark.parametrize(
+    ("how", "given", "masked"), [("ids", 20, 21), ("ids", 8, 17), ("ids", 8, 23), ("embeds", 8, 20), ("embeds", 15, 20)]
+)
+def test_generate_with_a_mask_of_something_else_is_refused(how, given, masked, options):
+    """A mask of ones was dropped unseen: the text was fed a second time, at other angles, or only a part of it."""
+    model, ids = build(), tokens(1, 20)
+    cache = pod.PodCache(model.config)
+    fed(model, cache, ids[:, :12])
+    last = ids[:, -given:]
+    text = {"input_ids": last} if how == "ids" else {"inputs_embeds": model.model.embed_tokens(last)}
+    options = options | {"attention_mask": torch.ones(1, masked), "max_new_tokens": 4, "do_sample": False}
+    with pytest.raises(ValueError, match=f"cache holds 12 tokens, in.* has {given} and attention_mask {masked}: pass"):
+        model.generate(past_key_values=cache, **text, **options)
+    assert cache.get_seq_length() == 12
+
+
+@pytest.mark.parametrize(("how", "given", "masked"), [("ids", 20, 20), ("ids", 8, 20), ("embeds", 20, 20)])
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}])
+def test_generate_takes_the_whole_text_or_what_is_new(how, given, masked, options):
+    model, ids = build(), tokens(1, 20)
+    options = options | {"max_new_tokens": 4, "do_sample": False}
+    expected = model.generate(ids, use_cache=False, **options)[:, 20:]
+    cache = pod.PodCache(model.config)
+    fed(model, cache, ids[:, :12])
+    last = ids[:, -given:]
+    text = {"input_ids": last} if how == "ids" else {"inputs_embeds": model.model.embed_tokens(last)}
+    options |= {"attention_mask": torch.ones(1, masked)}
+    assert torch.equal(model.generate(past_key_values=cache, **text, **options)[:, -4:], expected)
+
+
 @pytest.mark.parametrize("method", [None, SnapKV(16, window=4)], ids=["none", "SnapKV"])
 def test_generate_tells_a_cache_of_ones_own_the_length(method):
     model, held = build(), []

@@ -38,6 +38,7 @@ from pod.model.inputs import (
     check_cache,
     check_supported,
     check_tokens,
+    check_turn,
     documents_of,
     lengths_of,
     token_mask,
@@ -575,7 +576,7 @@ class PodForCausalLM(Capabilities):
 
         Raises:
             ValueError: no such method, a second way to draft, several rows or beams, a cache that does not keep and
-                read every token.
+                read every token; a mask that is neither of the input nor of the tokens held and the input.
         """
         if (given := one_cache(past_key_values, cache)) is not None:
             kwargs[CACHE] = given
@@ -584,6 +585,10 @@ class PodForCausalLM(Capabilities):
         ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
         if isinstance(ids, Tensor) and not ids.numel() and kwargs.get("inputs_embeds") is None:
             check_tokens(ids.shape[0], ids.shape[-1])
+        embeds, mask = kwargs.get("inputs_embeds"), kwargs.get("attention_mask")
+        text = ids if embeds is None else embeds
+        if isinstance(given, PodCache) and isinstance(text, Tensor) and isinstance(mask, Tensor):
+            check_turn(given.get_seq_length(), text.shape[1], mask.shape[-1], embeds is not None)
         outer = self._graphs, self._in_generate, self._draft
         self._graphs, self._in_generate, self._draft = None, True, draft
         try:

@@ -61,6 +61,26 @@ def check_cache(cache: object, training: bool) -> None:
         raise ValueError("gradients do not flow through a cache: call model.eval(), or train without past_key_values")
 
 
+def check_turn(held: int, given: int, masked: int, are_embeddings: bool) -> None:
+    """Refuse a mask from which `generate` would not tell the tokens that a cache holds from new ones.
+
+    Args:
+        held: tokens that the cache holds.
+        given: tokens of the input.
+        masked: columns of its attention_mask.
+        are_embeddings: the input is `inputs_embeds`, of which `generate` leaves out as many as are held.
+    """
+    if not held or masked == given or (masked == held + given and not are_embeddings):
+        return
+    what, new = "input_ids", f", or what is new and a mask of {held + given}, what is held included"
+    if are_embeddings:
+        what, new = "inputs_embeds", ", of which what is held is not computed again"
+    raise ValueError(
+        f"the cache holds {held} tokens, {what} has {given} and attention_mask {masked}: pass the whole text and a "
+        f"mask of as many{new}"
+    )
+
+
 def token_mask(attention_mask: Tensor, batch: int, seen: int, count: int) -> Tensor:
     """The mask as bool, [B, T] or [B, tokens so far and T]."""
     if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
