@@ -5,6 +5,7 @@ import json
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -46,7 +47,8 @@ def serving(path, *options: str):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "pod.serve", "--ckpt", str(path), "--host", "127.0.0.1", "--port", str(port)]
-    process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    said = tempfile.TemporaryFile("w+")  # a pipe that nobody reads would stop the server when it is full
+    process = subprocess.Popen([*command, *options], stdout=said, stderr=subprocess.STDOUT)
     address = f"http://127.0.0.1:{port}"
     try:
         for _ in range(240):
@@ -54,12 +56,15 @@ def serving(path, *options: str):
                 urllib.request.urlopen(f"{address}/health", timeout=5)
                 break
             except (urllib.error.URLError, ConnectionError):
-                assert process.poll() is None, process.stdout.read()
+                if process.poll() is not None:
+                    said.seek(0)
+                    pytest.fail(said.read())
                 time.sleep(0.5)
         yield address
     finally:
         process.terminate()
         process.wait(30)
+        said.close()
 
 
 def asked(path, **fields) -> dict:
