@@ -41,7 +41,7 @@ from pod.fit import main
 from pod.model_card import card_metadata, measured
 from pod.recipe.loading import load_recipe
 from pod.recipe.schema import RecipeError
-from pod.terminal import NOISE
+from pod.terminal import NOISE, Stopped
 from pod.training import run as training_run
 from pod.training.checkpoints import is_whole, last_checkpoint
 from pod.training.data import PodDataModule
@@ -614,6 +614,54 @@ def test_torchs_initialization_has_embeddings_of_unit_variance():
     for name in ("lm_head.weight", "model.layers.2.self_attn.q_proj.weight"):
         assert bound * 0.9 < float(weights[name].abs().max()) <= bound
     assert bool((weights["model.norm.weight"] == 1).all())
+
+
+def validations(run: Path) -> dict[int, float]:
+    """The validation loss at each step."""
+    found = {}
+    for file in run.glob("logs/version_*/metrics.csv"):
+        found |= {int(row["step"]): float(row["val_loss"]) for row in csv.DictReader(file.open()) if row["val_loss"]}
+    return found
+
+
+@pytest.mark.parametrize("how", ["killed", "terminated"])
+def test_a_validation_that_a_run_was_stopped_before_comes_first(few, tmp_path, monkeypatch, how):
+    """A step's checkpoint is written before its validation: without it `best/` would be another."""
+    often = ["trainer.validate_every=1", "trainer.checkpoint_every=1", "resume=auto"]
+    runs = [tmp_path / name / "run" for name in ("whole", "stopped")]
+    for run in runs:
+        run.parent.mkdir()
+    lines = [by_steps(run.parent, few, *often) for run in runs]
+    fit(load_recipe(lines[0]))
+
+    def killed(module, *arguments, whole=PodModule.validation_step):
+        if module.trainer.global_step == 2:
+            raise OSError("the machine is gone")
+        whole(module, *arguments)
+
+    def terminated(module, *arguments):
+        if module.trainer.global_step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        if how == "killed":
+            patch.setattr(PodModule, "validation_step", killed)
+        else:
+            patch.setattr(PodModule, "on_before_zero_grad", terminated)
+        with pytest.raises(OSError if how == "killed" else Stopped):
+            fit(load_recipe(lines[1]))
+    stopped_at = int(last_checkpoint(runs[1] / "steps").stem.removeprefix("step="))
+    assert stopped_at - 1 not in validations(runs[1])
+    fit(load_recipe(lines[1]))
+    assert validations(runs[1]) == validations(runs[0]) and len(validations(runs[0])) == 5
+    assert losses(runs[1]).items() <= losses(runs[0]).items()  # that of the last step may be gone
+    states = []
+    for run in runs:
+        callbacks = torch.load(run / "steps" / "step=5.ckpt", weights_only=True)["callbacks"]
+        (state,) = (state for name, state in callbacks.items() if "val_loss" in name)
+        states.append((state["best_model_score"], Path(state["best_model_path"]).name))
+        states[-1] += tuple(path.name for path in (run / "best").iterdir())
+    assert states[0] == states[1]
 
 
 @pytest.mark.slow

@@ -444,12 +444,30 @@ class PodModule(lightning.LightningModule):
                 if kind == "current" and isinstance(data, PodDataModule):
                     done = data.batches_trained()
                 counts.update({name: done + count - counts["ready"] for name, count in counts.items()})
+        if "loops" in checkpoint:
+            _validate_first(checkpoint["loops"]["fit_loop"])
         if "kernels" in checkpoint:  # a run keeps what it began with
             dispatch.fix(checkpoint["kernels"])
         if "rng_state" in checkpoint:
             torch.set_rng_state(checkpoint["rng_state"].cpu())
         if "cuda_rng_state" in checkpoint and self._root_device.type == "cuda":
             torch.cuda.set_rng_state(checkpoint["cuda_rng_state"].cpu(), self._root_device)
+
+
+def _validate_first(loops: dict[str, Any]) -> None:
+    """Let a run that goes on from a checkpoint of a step's end begin with the validation that is due there, if one is.
+
+    Lightning takes it for done unless it was begun, and adds the step to those that loggers go by before it.
+
+    Args:
+        loops: the checkpoint's state of Lightning's loops.
+    """
+    trained, validated = (loops[f"epoch_loop.{name}batch_progress"] for name in ("", "val_loop."))
+    if trained["total"]["completed"] < trained["total"]["processed"]:
+        done = validated["total"]["completed"]
+        validated["total"].update(ready=done + 1, started=done + 1, processed=done)
+        validated["current"] = dict.fromkeys(validated["current"], 0)
+        loops["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
 
 
 def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
