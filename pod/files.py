@@ -154,7 +154,9 @@ def locked(path: Path, what: Path, wait: float = 0) -> Iterator[None]:
     try:
         lock.acquire(timeout=wait)
     except Timeout:
-        holder = path.read_text(encoding="utf-8").strip() or "another process"
+        holder = "another process"
+        with suppress(FileNotFoundError):  # it has ended meanwhile
+            holder = path.read_text(encoding="utf-8").strip() or holder
         raise ValueError(
             f"{what} is being written by {holder} (it holds {path}): wait for it, end it, or write elsewhere"
         ) from None
