@@ -22,6 +22,7 @@ NOISE = (
     r"`weights_only` was not set, defaulting to `False`\.",
     r"\W*Tip: For seamless cloud logging and experiment tracking, try installing \[litlogger\]",
     r"`Trainer\(limit_val_batches=1\)` was configured so 1 batch will be used\.",
+    r"It is recommended to use `self\.log\('(val_|gate/)",  # these were computed from what all processes have
     r"Checkpoint directory .+ exists and is not empty\.",
     r"Found \d+ module\(s\) in eval mode at the start of training\.",
     # DeepSpeed is imported with the first model that transformers saves, where it is installed.

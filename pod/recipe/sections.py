@@ -287,7 +287,7 @@ class Trainer(Section):
     validate_every: int = Field(100, ge=1)
     """Optimiser steps between two validations."""
     validation_batches: int = Field(16, ge=1)
-    """Batches of `data.micro_batch_size` samples in one validation."""
+    """Batches of `data.micro_batch_size` samples in one validation, of each process."""
     checkpoint_every: int = Field(100, ge=1)
     """Optimiser steps between two checkpoints."""
     keep_checkpoints: int = Field(2, ge=1)
