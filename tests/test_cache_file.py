@@ -66,8 +66,8 @@ save_file(found, folder / "found")
 
 
 @pytest.fixture(scope="module")
-def elsewhere(tmp_path_factory):
-    """Caches filled and saved here, and what one other process did with all of them."""
+def written(tmp_path_factory):
+    """Caches filled and saved here."""
     folder = tmp_path_factory.mktemp("caches")
     ids, mask = left_padded((41, 23))
     question = tokens(2, 4, seed=8)
@@ -84,11 +84,17 @@ def elsewhere(tmp_path_factory):
             fed(model, cache, ids[:, :38], mask)
             fed(model, cache, ids[:, 38:], mask, (1, 1, 1))  # so that there are stats, holes and a ring
             cache.save(folder / f"{name}-{case}.cache")
+    return folder, caches
+
+
+@pytest.fixture(scope="module")
+def elsewhere(written):
+    """The caches, the inputs, and what one other process made of both."""
+    folder, caches = written
     run = [sys.executable, "-c", CHILD, str(folder)]
     done = subprocess.run(run, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return (
-        folder,
         caches,
         load_file(folder / "inputs"),
         load_file(folder / "found"),
@@ -99,7 +105,7 @@ def elsewhere(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("name, case", PAIRS)
 def test_another_process_goes_on_as_this_one(name, case, elsewhere):
-    _, caches, inputs, found, facts = elsewhere
+    caches, inputs, found, facts = elsewhere
     model, cache = build(*MODELS[name]), copy.deepcopy(caches[name, case])
     held = cache.nbytes()
     options = dict(attention_mask=inputs["mask"], max_new_tokens=8, do_sample=False, suppress_tokens=[0])
@@ -117,8 +123,8 @@ def test_another_process_goes_on_as_this_one(name, case, elsewhere):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_loaded_is_cropped_reordered_and_saved_as_the_original(case, elsewhere, tmp_path):
-    folder, caches, *_ = elsewhere
+def test_what_is_loaded_is_cropped_reordered_and_saved_as_the_original(case, written, tmp_path):
+    folder, caches = written
     model, one = build(*MODELS["scores"]), copy.deepcopy(caches["scores", case])
     other = pod.PodCache.load(folder / f"scores-{case}.cache", model.config)
     for layer in range(5):
@@ -164,8 +170,8 @@ def test_half_precision_and_the_window_model(tmp_path):
         assert torch.equal(fed(model, loaded, tokens(1, 1)), fed(model, cache, tokens(1, 1)))
 
 
-def test_damaged_and_foreign_files_are_named(elsewhere, tmp_path):
-    folder, config = elsewhere[0], build().config
+def test_damaged_and_foreign_files_are_named(written, tmp_path):
+    folder, config = written[0], build().config
     whole = (folder / "scores-snapkv.cache").read_bytes()
     path = tmp_path / "cache"
     for size in (0, 5, 300, len(whole) // 2, len(whole) - 1):
@@ -205,9 +211,9 @@ def test_damaged_and_foreign_files_are_named(elsewhere, tmp_path):
 
 
 @pytest.mark.parametrize("case", ["scores-plain", "scores-snapkv", "scores-quest"])
-def test_no_flipped_bit_is_loaded(case, elsewhere, tmp_path):
+def test_no_flipped_bit_is_loaded(case, written, tmp_path):
     """Anywhere behind the header each is noticed; in it, noticed or of no consequence."""
-    folder, config = elsewhere[0], build().config
+    folder, config = written[0], build().config
     whole = bytearray((folder / f"{case}.cache").read_bytes())
     tensors = load_file(folder / f"{case}.cache")
     header, chance = 8 + int.from_bytes(whole[:8], "little"), random.Random(0)
@@ -237,16 +243,16 @@ def test_no_flipped_bit_is_loaded(case, elsewhere, tmp_path):
     ],
     ids=str,
 )
-def test_another_config_is_named(other, message, elsewhere):
+def test_another_config_is_named(other, message, written):
     with pytest.raises(ValueError, match=message):
-        pod.PodCache.load(elsewhere[0] / "scores-plain.cache", build(**other).config)
+        pod.PodCache.load(written[0] / "scores-plain.cache", build(**other).config)
 
 
-def test_another_rope_is_named(elsewhere):
+def test_another_rope_is_named(written):
     config = copy.deepcopy(build().config)
     config.rope_parameters = {"rope_type": "default", "rope_theta": 5e5}
     with pytest.raises(ValueError, match="rope_parameters = .*10000.*the model's config has .*500000"):
-        pod.PodCache.load(elsewhere[0] / "scores-plain.cache", config)
+        pod.PodCache.load(written[0] / "scores-plain.cache", config)
 
 
 def test_what_cannot_be_saved_and_a_failing_disk(tmp_path, monkeypatch):

@@ -624,7 +624,7 @@ def validations(run: Path) -> dict[int, float]:
     return found
 
 
-@pytest.mark.parametrize("how", ["killed", "terminated"])
+@pytest.mark.parametrize("how", ["killed", pytest.param("terminated", marks=pytest.mark.slow)])
 def test_a_validation_that_a_run_was_stopped_before_comes_first(few, tmp_path, monkeypatch, how):
     """A step's checkpoint is written before its validation: without it `best/` would be another."""
     often = ["trainer.validate_every=1", "trainer.checkpoint_every=1", "resume=auto"]
