@@ -101,13 +101,13 @@ def recipe_file(folder: Path, prepared: Path, base: Path | None = None) -> Path:
     return path
 
 
-def losses(run: Path) -> dict[int, float]:
-    """The training loss of each step, later processes' over earlier ones'."""
+def losses(run: Path, name: str = "train_loss") -> dict[int, float]:
+    """The loss of each step, later processes' over earlier ones'."""
     found = {}
     for file in sorted(run.glob("logs/version_*/metrics.csv"), key=lambda path: path.stat().st_mtime):
         for row in csv.DictReader(file.open()):
-            if row.get("train_loss"):
-                found[int(row["step"])] = float(row["train_loss"])
+            if row.get(name):
+                found[int(row["step"])] = float(row[name])
     return found
 
 
@@ -616,14 +616,6 @@ def test_torchs_initialization_has_embeddings_of_unit_variance():
     assert bool((weights["model.norm.weight"] == 1).all())
 
 
-def validations(run: Path) -> dict[int, float]:
-    """The validation loss at each step."""
-    found = {}
-    for file in run.glob("logs/version_*/metrics.csv"):
-        found |= {int(row["step"]): float(row["val_loss"]) for row in csv.DictReader(file.open()) if row["val_loss"]}
-    return found
-
-
 @pytest.mark.parametrize("how", ["killed", pytest.param("terminated", marks=pytest.mark.slow)])
 def test_a_validation_that_a_run_was_stopped_before_comes_first(few, tmp_path, monkeypatch, how):
     """A step's checkpoint is written before its validation: without it `best/` would be another."""
@@ -651,9 +643,10 @@ def test_a_validation_that_a_run_was_stopped_before_comes_first(few, tmp_path, m
         with pytest.raises(OSError if how == "killed" else Stopped):
             fit(load_recipe(lines[1]))
     stopped_at = int(last_checkpoint(runs[1] / "steps").stem.removeprefix("step="))
-    assert stopped_at - 1 not in validations(runs[1])
+    assert stopped_at - 1 not in losses(runs[1], "val_loss")
     fit(load_recipe(lines[1]))
-    assert validations(runs[1]) == validations(runs[0]) and len(validations(runs[0])) == 5
+    whole = losses(runs[0], "val_loss")
+    assert losses(runs[1], "val_loss") == whole and len(whole) == 5
     assert losses(runs[1]).items() <= losses(runs[0]).items()  # that of the last step may be gone
     states = []
     for run in runs:

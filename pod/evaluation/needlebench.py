@@ -335,6 +335,7 @@ def make_requests(
         asked = (kind.asks_many if many else kind.asks).format(q=question)
         content = (kind.opens_many if many else kind.opens) + tokens.decode(context) + asked
         text = as_chat(tokenizer, content)
+        record = {"reference": reference, "length": length, "depth": depth, "repeat": repeat}
         requests.append(
             Request(
                 key=f"{length}-{depth}-{repeat}",
@@ -342,8 +343,7 @@ def make_requests(
                 max_new_tokens=max_new_tokens,
                 special_tokens=not tokenizer.chat_template,
                 question_at=question_at(text, asked.strip()),
-                record={"reference": reference, "length": length, "depth": depth, "repeat": repeat}
-                | {"prompt": text_hash(content)},
+                record=record | {"prompt": text_hash(content)},
             )
         )
     return requests

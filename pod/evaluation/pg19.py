@@ -120,9 +120,9 @@ def run(options: argparse.Namespace) -> dict[tuple[str, int], Losses]:
     check_streamed(method for found in methods.values() for method in found)
     kinds = [type(method).__name__ for method in methods[options.sizes[0]]]
     rows = [kind if kinds.count(kind) == 1 else text for kind, text in zip(kinds, options.methods, strict=True)]
+    hashes = {name: text_hash(text) for name, text in books.items()}
     found: dict[tuple[str, int], Losses] = {}
     for ckpt in options.ckpt:
-        hashes = {name: text_hash(text) for name, text in books.items()}
         settings = {"stride": options.stride, "books": hashes, "weights": weights_hash(ckpt)}
         results = Results(options.out / f"{Path(ckpt).resolve().name}.json", settings)
         model, tokenizer = models.load(ckpt)

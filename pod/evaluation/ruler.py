@@ -30,7 +30,6 @@ knows no English question (`phrase`). Such scores are not the benchmark's, and w
 import argparse
 import random
 from collections.abc import Sequence
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,8 @@ from pod.evaluation.passkey import PHRASES
 from pod.evaluation.questions import Questions, read_hotpotqa, read_squad
 from pod.evaluation.ruler_tasks import REVISION, TASKS, VERBS, Made, Setting
 from pod.evaluation.runner import Request, as_chat, question_at, tokenise
-from pod.evaluation.texts import read_text
+from pod.evaluation.texts import read_text, text_hash
+from pod.files import digest
 
 PREPARED: Fields = {"input": (str,), "outputs": (list,), "length": (int,)}
 # How the question of a prepared prompt begins; that of other tasks with `Question:`.
@@ -233,7 +233,7 @@ class Ruler(Benchmark):
         read = {"haystack": lambda path: Haystack(read_text(path, "--haystack"))}
         read |= {"squad": read_squad, "hotpotqa": read_hotpotqa}
         self.sources = {need: read[need](files[need]) for need in {TASKS[task].needs for task in self.tasks} - {None}}
-        self.settings = {name: sha256(files[name].read_bytes()).hexdigest() for name in sorted(self.sources)}
+        self.settings = {name: digest(files[name]) for name in sorted(self.sources)}
         self.settings |= {"seed": options.seed} | ({} if options.phrase is None else {"phrase": options.phrase})
         self.settings |= {"revision": REVISION} | ({"words": "wonderwords"} if VERBS else {})
         self.title = f"RULER, {options.samples} samples each"
@@ -252,7 +252,7 @@ class Ruler(Benchmark):
             raise ValueError(f"--prepared {options.prepared}: no TASK/validation.jsonl is there ({', '.join(TASKS)})")
         self.prepared = {task: read_prepared(options.prepared, task)[: self.limit] for task in self.tasks}
         self.lengths = [max(line["length"] for lines in self.prepared.values() for line in lines)]
-        self.settings = {"prepared": sha256(repr(self.prepared).encode()).hexdigest()}
+        self.settings = {"prepared": text_hash(repr(self.prepared))}
         self.title = "RULER, prepared by its authors' scripts."
 
     def prompts(self, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, list[Request]]]:

@@ -6,6 +6,7 @@ import pytest
 from transformers import ByT5Tokenizer
 
 from pod.evaluation import leval, runner
+from pod.evaluation.texts import text_hash
 
 CHAT = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>{% endfor %}<assistant>"
 NO_SYSTEM = (
@@ -53,10 +54,12 @@ def test_a_choice_to_the_byte(tokenizer):
     for task in ("quality", "tpo"):
         (request,) = leval.make_requests(tokenizer, task, [EXAM])
         assert request.text == f"{system}{user}\nAnswer:" and request.special_tokens
-        assert request.max_new_tokens == 512 and request.record["reference"] == "A"
+        record = {"reference": "A", "prompt": text_hash(system + user)}  # without a chat template
+        assert request.max_new_tokens == 512 and request.record == record
         assert request.text[request.question_at :].startswith("Question: Who?")
         chat = ByT5Tokenizer(extra_ids=0, chat_template=CHAT)
         (request,) = leval.make_requests(chat, task, [EXAM])
+        assert request.record == record
         assert (
             request.text == f"<system>{system}</s><user>{user}</s><assistant>\nAnswer:" and not request.special_tokens
         )
